@@ -1,0 +1,1 @@
+"""How a Program runs. `base` has the protocol; every other file here is one executor."""

@@ -1,0 +1,55 @@
+"""Bytes on disk -> Checkpoint: metadata and tensors as views of the mapped file, nothing copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from caudal.quants import QuantType
+
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """One stored tensor: raw bytes of whole quantization blocks, rows one after another."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major: the last dimension is contiguous (GGUF's `ne` reversed)
+    quant_type: QuantType
+    data: NDArray[np.uint8]  # [num_bytes], a read-only view of the mapped file
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """Dequantized copy, of shape `shape`."""
+        return self.quant_type.dequantize(self.data).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened model. Tensor names are GGUF's, whatever the format on disk."""
+
+    path: Path
+    format: Literal["gguf", "hf"]
+    metadata: Mapping[str, object]  # GGUF key-values; for Hugging Face folders the content of config.json
+    tensors: Mapping[str, HostTensor]
+    files: tuple[Path, ...] = field(default=())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.data.nbytes for t in self.tensors.values())
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file (the first of its splits) by content, not by name.
+
+    Raises ModelNotFoundError, InvalidModelFileError or UnsupportedModelError.
+    """
+    from caudal.formats.gguf import open_gguf
+
+    return open_gguf(path)
