@@ -68,6 +68,8 @@ class ServerConfig:
     api_key: str | None = setting(None, "Key that clients must send as a bearer token.")
     insecure: bool = setting(False, "Listen on any address without an API key.")
     served_model_name: str | None = setting(None, "Name of the model in the API; default: its own.")
-    allowed_origins: tuple[str, ...] = setting((), "Origins that browsers may call from (CORS); none by default.")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Origins that browsers may call from (CORS); none by default."
+    )
     max_request_bytes: int = setting(32 * 1024**2, "Largest accepted request body, such as 32MiB.")
     drain_timeout: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from caudal.quants import QuantType
 
 
-
 @dataclass(frozen=True, slots=True)
 class HostTensor:
     """One stored tensor: raw bytes of whole quantization blocks, rows one after another."""

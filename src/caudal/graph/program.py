@@ -41,7 +41,9 @@ class Program:
     @property
     def attention_ops(self) -> list[Op]:
         """In order of their `layer` attribute, which counts cache layers from 0."""
-        return sorted((op for op in self.ops if op.kind == "attention"), key=lambda op: int(op.attrs["layer"]))  # type: ignore[arg-type]
+        return sorted(
+            (op for op in self.ops if op.kind == "attention"), key=lambda op: int(op.attrs["layer"])
+        )  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
