@@ -44,9 +44,7 @@ class EngineConfig:
     """How one model runs."""
 
     num_threads: int = setting(0, "CPU threads; 0: as many as this process may use.", "--threads")
-    max_model_len: int = setting(
-        0, "Context length in tokens; 0: the model's own, less if memory is short.", "--ctx"
-    )
+    max_model_len: int = setting(0, "Context length in tokens; 0: the model's own, less if memory is short.", "--ctx")
     kv_cache_memory: int = setting(
         0, "Memory for keys and values, such as 64MiB; 0: chosen from the context length and free memory."
     )
@@ -68,8 +66,6 @@ class ServerConfig:
     api_key: str | None = setting(None, "Key that clients must send as a bearer token.")
     insecure: bool = setting(False, "Listen on any address without an API key.")
     served_model_name: str | None = setting(None, "Name of the model in the API; default: its own.")
-    allowed_origins: tuple[str, ...] = setting(
-        (), "Origins that browsers may call from (CORS); none by default."
-    )
+    allowed_origins: tuple[str, ...] = setting((), "Origins that browsers may call from (CORS); none by default.")
     max_request_bytes: int = setting(32 * 1024**2, "Largest accepted request body, such as 32MiB.")
     drain_timeout: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.")

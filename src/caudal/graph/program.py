@@ -41,9 +41,7 @@ class Program:
     @property
     def attention_ops(self) -> list[Op]:
         """In order of their `layer` attribute, which counts cache layers from 0."""
-        return sorted(
-            (op for op in self.ops if op.kind == "attention"), key=lambda op: int(op.attrs["layer"])
-        )  # type: ignore[arg-type]
+        return sorted((op for op in self.ops if op.kind == "attention"), key=lambda op: int(op.attrs["layer"]))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +121,7 @@ class Builder:
         `rope_freqs` tensor in the checkpoint divides inv_freq.
         """
         freqs = ("rope_freqs.weight",) if "rope_freqs.weight" in self._weights else ()
-        return self.emit(
-            "rope", (x,), x.width, freqs, head_dim=head_dim, inv_freq=inv_freq, style=style, mscale=mscale
-        )
+        return self.emit("rope", (x,), x.width, freqs, head_dim=head_dim, inv_freq=inv_freq, style=style, mscale=mscale)
 
     def attention(
         self,
