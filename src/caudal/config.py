@@ -1,6 +1,6 @@
 """Every setting, in frozen dataclasses: the only source of command-line flags, their help and the docs.
 
-A field's metadata holds `help`, and `flag` where the flag is not the field's name with dashes. Sizes in
+A field's metadata holds `help`, `flag` where the flag is not the field's name with dashes, and `size`. Sizes in
 bytes are written on the command line as 64MiB, 2GiB or plain numbers (`parse_size`).
 """
 
@@ -34,9 +34,9 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def setting(default: Any, help: str, flag: str | None = None) -> Any:
-    """A dataclass field that becomes a command-line flag."""
-    return field(default=default, metadata={"help": help, "flag": flag})
+def setting(default: Any, help: str, flag: str | None = None, *, size: bool = False) -> Any:
+    """A dataclass field that becomes a command-line flag; `size`: it counts bytes, read by `parse_size`."""
+    return field(default=default, metadata={"help": help, "flag": flag, "size": size})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class EngineConfig:
     num_threads: int = setting(0, "CPU threads; 0: as many as this process may use.", "--threads")
     max_model_len: int = setting(0, "Context length in tokens; 0: the model's own, less if memory is short.", "--ctx")
     kv_cache_memory: int = setting(
-        0, "Memory for keys and values, such as 64MiB; 0: chosen from the context length and free memory."
+        0, "Memory for keys and values, such as 64MiB; 0: chosen from the context length and free memory.", size=True
     )
     kv_type: KVType = setting("f16", "How keys and values are stored: f16, or q8 for half the memory.")
     max_num_seqs: int = setting(64, "Sequences that may run at the same time.")
@@ -67,5 +67,5 @@ class ServerConfig:
     insecure: bool = setting(False, "Listen on any address without an API key.")
     served_model_name: str | None = setting(None, "Name of the model in the API; default: its own.")
     allowed_origins: tuple[str, ...] = setting((), "Origins that browsers may call from (CORS); none by default.")
-    max_request_bytes: int = setting(32 * 1024**2, "Largest accepted request body, such as 32MiB.")
+    max_request_bytes: int = setting(32 * 1024**2, "Largest accepted request body.", size=True)
     drain_timeout: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.")
