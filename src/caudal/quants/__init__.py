@@ -1,6 +1,7 @@
 """QuantType registry: how each tensor type is stored, and its plain numpy decoder (the reference for all).
 
-A family of types is one file in this folder with a `TYPES` tuple; nothing else is edited.
+A family of types is one file in this folder with a `TYPES` tuple; nothing else is edited. Files whose name
+begins with an underscore hold what families share.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def _registry() -> dict[int, QuantType]:
     """All types by ggml id, gathered from the `TYPES` of every file in this folder."""
     types: dict[int, QuantType] = {}
     for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
         for quant_type in importlib.import_module(f"{__name__}.{module.name}").TYPES:
             if quant_type.ggml_id in types:
                 raise ValueError(f"two quantization types have the ggml id {quant_type.ggml_id}")
