@@ -1,0 +1,56 @@
+"""Errors on the command line: one clear message on standard error and an exit code that means something."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+from caudal.core import (
+    CaudalError,
+    InsufficientMemoryError,
+    InvalidModelFileError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+
+EXIT_CODES = {
+    0: "success",
+    1: "failure",
+    2: "wrong usage",
+    3: "model not found",
+    4: "not a valid model file",
+    5: "valid model file, but not supported",
+    6: "not enough memory",
+    7: "address already in use",
+    130: "interrupted (Ctrl-C)",
+}
+
+_CODES: tuple[tuple[type[CaudalError], int], ...] = (
+    (ModelNotFoundError, 3),
+    (InvalidModelFileError, 4),
+    (UnsupportedModelError, 5),
+    (InsufficientMemoryError, 6),
+)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code for an error; see EXIT_CODES."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return 7
+    if isinstance(error, MemoryError):
+        return 6
+    return next((code for kind, code in _CODES if isinstance(error, kind)), 1)
+
+
+def report_error(error: BaseException) -> int:
+    """Print the error and return its exit code. A reader that closed our output early is no error to report."""
+    if isinstance(error, BrokenPipeError):
+        # Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    message = str(error) or type(error).__name__
+    if isinstance(error, MemoryError):
+        message = "not enough memory"
+    print(f"caudal: {message}", file=sys.stderr)
+    return exit_code(error)

@@ -1,0 +1,38 @@
+"""What goes to the terminal: results on standard output; progress and remarks on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    ProgressCallback = Callable[[int, int | None], None]
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
+    """A table; columns after the first whose cells all start with a digit are right-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # Without a terminal there is no width to fold at: programs read whole lines.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+
+
+def remark(text: str) -> None:
+    """A line for people, on standard error."""
+    print(text, file=sys.stderr, flush=True)

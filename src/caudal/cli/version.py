@@ -1,0 +1,34 @@
+"""`caudal version`."""
+
+from __future__ import annotations
+
+import click
+
+from caudal import __version__
+from caudal.cli.support.options import json_option
+from caudal.cli.support.output import print_json
+
+
+@click.command(short_help="Show the version, and what the native core found on this machine.")
+@json_option
+def command(as_json: bool) -> None:
+    """Show the version, and what the native core found on this machine.
+
+    \b
+    Examples:
+      caudal version
+      caudal version --json
+    """
+    import os
+    import platform
+
+    facts = {
+        "caudal": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        print("\n".join(f"{name:<8}{value}" for name, value in facts.items()))
