@@ -5,14 +5,16 @@
 
 namespace caudal {
 
-// True where a packed layout with fused kernels exists (Q4_1, Q8_0); other types are used as they lie in the file.
+// True where a packed layout with fused kernels exists (Q4_1, Q8_0); other types are used as they lie in the
+// file.
 bool has_packed_layout(QuantType type);
 
 // Bytes of one packed panel of 16 rows x cols. `cols` fills whole blocks.
 size_t packed_panel_bytes(QuantType type, int64_t cols);
 
-// Packs panels p0 .. p1 of `rows` x `cols` from file rows `src` into `dst` (which is panel p0 * panel_bytes into
-// the whole). The last panel is padded with rows that are exactly zero. Threads may pack disjoint ranges.
+// Packs panels p0 .. p1 of `rows` x `cols` from file rows `src` into `dst` (which is panel p0 * panel_bytes
+// into the whole). The last panel is padded with rows that are exactly zero. Threads may pack disjoint
+// ranges.
 void pack_panels(QuantType type, const std::byte* src, int64_t rows, int64_t cols, int64_t p0, int64_t p1,
                  std::byte* dst);
 

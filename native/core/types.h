@@ -1,4 +1,5 @@
-// Tensor types and block layouts as GGUF stores them (ggml type numbers).
+// Tensor types and block layouts: as GGUF stores them (ggml type numbers), as packed weights, and as
+// activations. All of them are little-endian.
 #pragma once
 
 #include <cstddef>
@@ -26,11 +27,116 @@ enum class QuantType : int32_t {
 
 struct TypeInfo {
   const char* name;
-  int block_size;   // numbers
+  int block_size;  // numbers
   int block_bytes;
 };
 
 // nullptr for numbers that have no native kernels.
 const TypeInfo* type_info(QuantType type);
+
+// Exact conversions to float32. NaN stays NaN.
+float half_to_float(uint16_t half);
+float bf16_to_float(uint16_t bf16);
+// Rounds to the nearest half, ties to even; too large numbers become infinite.
+uint16_t float_to_half(float value);
+
+// ---- Blocks of a GGUF file. `d` and `m` are half floats.
+constexpr int kBlock = 32;        // numbers of a block of the older types
+constexpr int kSuperBlock = 256;  // numbers of a block of the K types
+
+struct BlockQ4_0 {  // d * (code - 8); low nibbles are numbers 0..15, high nibbles 16..31
+  uint16_t d;
+  uint8_t codes[16];
+};
+struct BlockQ4_1 {  // d * code + m
+  uint16_t d, m;
+  uint8_t codes[16];
+};
+struct BlockQ5_0 {  // d * (code - 16); bit i of `high` is the fifth bit of number i
+  uint16_t d;
+  uint8_t high[4];
+  uint8_t codes[16];
+};
+struct BlockQ5_1 {  // d * code + m
+  uint16_t d, m;
+  uint8_t high[4];
+  uint8_t codes[16];
+};
+struct BlockQ8_0 {  // d * code
+  uint16_t d;
+  int8_t codes[32];
+};
+struct BlockIQ4_NL {  // d * kIQ4Values[code]
+  uint16_t d;
+  uint8_t codes[16];
+};
+struct BlockQ2_K {  // 16 parts of 16 numbers: d * scale * code - dmin * min; scale and min are nibbles
+  uint8_t scales[16];
+  uint8_t codes[64];
+  uint16_t d, dmin;
+};
+struct BlockQ3_K {  // 16 parts: d * (scale - 32) * (code - 4 or code, by the inverted high bit)
+  uint8_t high[32];
+  uint8_t codes[64];
+  uint8_t scales[12];
+  uint16_t d;
+};
+struct BlockQ4_K {  // 8 parts of 32: d * scale * code - dmin * min; scales and mins have 6 bits
+  uint16_t d, dmin;
+  uint8_t scales[12];
+  uint8_t codes[128];
+};
+struct BlockQ5_K {
+  uint16_t d, dmin;
+  uint8_t scales[12];
+  uint8_t high[32];
+  uint8_t codes[128];
+};
+struct BlockQ6_K {  // 16 parts: d * scale * (code - 32)
+  uint8_t low[128];
+  uint8_t high[64];
+  int8_t scales[16];
+  uint16_t d;
+};
+struct BlockIQ4_XS {  // 8 parts of 32: d * (scale - 32) * kIQ4Values[code]
+  uint16_t d;
+  uint16_t scales_high;
+  uint8_t scales_low[4];
+  uint8_t codes[128];
+};
+static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockQ5_0) == 22);
+static_assert(sizeof(BlockQ5_1) == 24 && sizeof(BlockQ8_0) == 34 && sizeof(BlockIQ4_NL) == 18);
+static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ4_K) == 144);
+static_assert(sizeof(BlockQ5_K) == 176 && sizeof(BlockQ6_K) == 210 && sizeof(BlockIQ4_XS) == 136);
+
+// ---- Packed weights: 16 rows x 32 columns (k). A panel is one such block after another in ascending k.
+// A line holds the same 4 bytes of k of 16 rows, so that a vector lane is a row and one broadcast of 4
+// activations serves all of them.
+struct PanelQ4_1 {
+  uint16_t d[16], m[16];
+  uint8_t codes[4][16][4];  // line j: low nibbles are k = 4j..4j+3, high nibbles k = 16+4j..16+4j+3
+};
+struct PanelQ8_0 {
+  uint16_t d[16];
+  int8_t codes[8][16][4];  // line j: k = 4j..4j+3
+};
+static_assert(sizeof(PanelQ4_1) == 320 && sizeof(PanelQ8_0) == 544);
+
+// ---- Quantized activations: 32 columns of a group of T tokens. A group is one such block after another.
+template <int T>
+struct BlockA8 {
+  int8_t codes[8][T][4];  // [k / 4][token][k % 4], -127..127
+  float scale[T];
+  float sum[T];  // scale * (sum of the codes)
+};
+template <int T>
+struct BlockA16 {
+  // [k / 4][even or odd k][token][pair]: the even entry holds (k0, k2), the odd one (k1, k3), because the
+  // kernel splits the 16-bit lanes of a weight line into their low and their high bytes.
+  int16_t codes[8][2][T][2];  // -32767..32767
+  float scale[T];
+};
+static_assert(sizeof(BlockA8<4>) == 160 && sizeof(BlockA8<1>) == 40);
+static_assert(sizeof(BlockA16<4>) == 272 && sizeof(BlockA16<1>) == 68);
 
 }  // namespace caudal

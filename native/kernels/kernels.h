@@ -27,7 +27,9 @@ enum class ActKind : uint8_t {
   kA16,  // int16 with one fp32 scale per 32 (8-bit types), in the pair order the 8-bit kernel wants
 };
 
-// A matrix [rows, cols] ready for `gemm`. Does not own its memory.
+// A matrix [rows, cols] ready for `gemm`. Does not own its memory. No kernel loads from outside of the rows or
+// panels that it is told to compute; it may prefetch up to 4 KiB behind them, which is safe anywhere.
+// `cols` is a whole number of blocks of the type. Packed matrices also need cols % 32 == 0.
 struct Weight {
   QuantType type = QuantType::kF32;
   bool packed = false;           // panels of 16 rows (core/pack.h) instead of the file's rows
@@ -38,9 +40,10 @@ struct Weight {
   int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
 };
 
-// Input of a GEMM: `tokens` rows of `cols` numbers in groups of kTokenGroup; the last group may hold 1..3.
-// kF32: group g starts at data + g * group_bytes and is [tokens in group][cols] float rows.
-// kA8, kA16: as laid out in core/types.h.
+// Input of a GEMM: `tokens` rows of `cols` numbers in groups of kTokenGroup; the last group may hold T = 1..3.
+// Group g starts at data + g * group_bytes and is
+// kF32: [T][padded_cols(cols)] floats, zeros behind column `cols`;
+// kA8, kA16: [cols / 32] BlockA8<T>, BlockA16<T> (core/types.h).
 struct Activations {
   ActKind kind = ActKind::kF32;
   int64_t tokens = 0, cols = 0;
@@ -49,6 +52,7 @@ struct Activations {
 };
 
 size_t activation_group_bytes(ActKind kind, int64_t cols);  // of a full group, a multiple of 64
+constexpr int64_t padded_cols(int64_t cols) { return (cols + 15) / 16 * 16; }
 
 enum class KvType : uint8_t { kF16, kQ8 };
 enum class GluAct : uint8_t { kSilu, kGeluTanh, kGelu };
@@ -85,7 +89,8 @@ inline size_t partial_floats(int v_dim) { return 2 + static_cast<size_t>(v_dim);
 struct Kernels {
   const char* name;
 
-  // --- activations: fill the groups g0 .. g1 of `out` from rows x (ldx floats apart, row 0 is token 0)
+  // --- activations: fill the groups g0 .. g1 of `out` from rows x (ldx floats apart, row 0 is token 0).
+  // A block of 32 numbers that holds NaN or infinity gets the scale NaN, so every output of its token is NaN.
   void (*prepare)(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activations& out);
 
   // --- out[t * ldo + r] = sum_k W[r, k] x[t, k] for panels p0 .. p1 (rows 16*p0 .. min(16*p1, rows)) and

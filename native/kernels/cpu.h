@@ -1,0 +1,9 @@
+// What this CPU and operating system can run.
+#pragma once
+
+namespace caudal {
+
+// AVX2, FMA, F16C and BMI2, with the operating system saving the wide registers.
+bool cpu_has_avx2();
+
+}  // namespace caudal

@@ -1,0 +1,16 @@
+// The parts that fill the table of kernels. Each is defined in a file of its own for each instruction set.
+#pragma once
+
+#include "kernels/kernels.h"
+
+namespace caudal {
+
+// prepare, gemm, decode_row
+void fill_gemm_reference(Kernels& table);
+void fill_gemm_avx2(Kernels& table);
+
+// Everything else
+void fill_vector_reference(Kernels& table);
+void fill_vector_avx2(Kernels& table);
+
+}  // namespace caudal

@@ -1,0 +1,233 @@
+// The matrix product in plain C++: the definition that the fast versions are tested against, bit for bit.
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "core/dequant.h"
+#include "kernels/fill.h"
+#include "kernels/gemm.h"
+
+namespace caudal {
+namespace {
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int group_tokens(const Activations& x, int64_t group) {
+  return static_cast<int>(smaller(x.tokens - group * kTokenGroup, kTokenGroup));
+}
+
+// ---- Activations
+
+struct QuantizedBlock {
+  int codes[kBlock];
+  float scale;
+  int sum;
+};
+
+QuantizedBlock quantize(const float* x, float max_code) {
+  QuantizedBlock q{};
+  uint32_t largest = 0;  // the bits of magnitudes order like the magnitudes, with infinity and NaN on top
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFU;
+    if (bits > largest) largest = bits;
+  }
+  const float max = std::bit_cast<float>(largest);
+  if (!(max < INFINITY)) {
+    q.scale = NAN;
+    return q;
+  }
+  if (max < kTinyBlock) return q;
+  q.scale = max / max_code;
+  const float inverse = max_code / max;
+  for (int i = 0; i < kBlock; ++i) {
+    q.codes[i] = static_cast<int>(std::nearbyint(x[i] * inverse));
+    q.sum += q.codes[i];
+  }
+  return q;
+}
+
+template <int T>
+void prepare_a8(const float* x, size_t ldx, int64_t cols, std::byte* group) {
+  auto* blocks = reinterpret_cast<BlockA8<T>*>(group);
+  for (int64_t b = 0; b < cols / kBlock; ++b) {
+    for (int t = 0; t < T; ++t) {
+      const QuantizedBlock q = quantize(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA8);
+      for (int k = 0; k < kBlock; ++k) blocks[b].codes[k / 4][t][k % 4] = static_cast<int8_t>(q.codes[k]);
+      blocks[b].scale[t] = q.scale;
+      blocks[b].sum[t] = q.scale * static_cast<float>(q.sum);
+    }
+  }
+}
+
+template <int T>
+void prepare_a16(const float* x, size_t ldx, int64_t cols, std::byte* group) {
+  auto* blocks = reinterpret_cast<BlockA16<T>*>(group);
+  for (int64_t b = 0; b < cols / kBlock; ++b) {
+    for (int t = 0; t < T; ++t) {
+      const QuantizedBlock q = quantize(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA16);
+      for (int k = 0; k < kBlock; ++k) {
+        blocks[b].codes[k / 4][k % 2][t][k % 4 / 2] = static_cast<int16_t>(q.codes[k]);
+      }
+      blocks[b].scale[t] = q.scale;
+    }
+  }
+}
+
+void prepare_f32(const float* x, size_t ldx, int64_t cols, int tokens, std::byte* group) {
+  auto* rows = reinterpret_cast<float*>(group);
+  const auto used = static_cast<size_t>(cols), padded = static_cast<size_t>(padded_cols(cols));
+  for (int t = 0; t < tokens; ++t) {
+    std::memcpy(rows, x + static_cast<size_t>(t) * ldx, used * sizeof(float));
+    std::memset(rows + used, 0, (padded - used) * sizeof(float));
+    rows += padded;
+  }
+}
+
+// Calls f(integral constant T) for the number of tokens of a group.
+template <class F>
+void for_tokens(int tokens, F f) {
+  switch (tokens) {
+    case 1:
+      return f(std::integral_constant<int, 1>{});
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    default:
+      return f(std::integral_constant<int, 4>{});
+  }
+}
+
+void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activations& out) {
+  for (int64_t g = g0; g < g1; ++g) {
+    const float* from = x + static_cast<size_t>(g) * kTokenGroup * ldx;
+    std::byte* to = out.data + static_cast<size_t>(g) * out.group_bytes;
+    const int tokens = group_tokens(out, g);
+    switch (out.kind) {
+      case ActKind::kF32:
+        prepare_f32(from, ldx, out.cols, tokens, to);
+        break;
+      case ActKind::kA8:
+        for_tokens(tokens, [&](auto t) { prepare_a8<t()>(from, ldx, out.cols, to); });
+        break;
+      case ActKind::kA16:
+        for_tokens(tokens, [&](auto t) { prepare_a16<t()>(from, ldx, out.cols, to); });
+        break;
+    }
+  }
+}
+
+// ---- Products: one output row of one token
+
+template <int T>
+float dot(const PanelQ4_1* w, const BlockA8<T>* x, int64_t blocks, int row, int token) {
+  float result = 0.0F;
+  for (int64_t b = 0; b < blocks; ++b) {
+    int sum = 0;
+    for (int k = 0; k < kBlock; ++k) {
+      const int pair = w[b].codes[k % 16 / 4][row][k % 4];
+      sum += (k < 16 ? pair & 15 : pair >> 4) * x[b].codes[k / 4][token][k % 4];
+    }
+    const float scale = half_to_float(w[b].d[row]) * x[b].scale[token];
+    result = std::fma(static_cast<float>(sum), scale, result);
+    result = std::fma(half_to_float(w[b].m[row]), x[b].sum[token], result);
+  }
+  return result;
+}
+
+template <int T>
+float dot(const PanelQ8_0* w, const BlockA16<T>* x, int64_t blocks, int row, int token) {
+  float result = 0.0F;
+  for (int64_t b = 0; b < blocks; ++b) {
+    int sum = 0;
+    for (int k = 0; k < kBlock; ++k) {
+      sum += w[b].codes[k / 4][row][k % 4] * x[b].codes[k / 4][k % 2][token][k % 4 / 2];
+    }
+    const float scale = half_to_float(w[b].d[row]) * x[b].scale[token];
+    result = std::fma(static_cast<float>(sum), scale, result);
+  }
+  return result;
+}
+
+template <class Panel, template <int> class Block>
+void gemm_packed(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1,
+                 float* out, size_t ldo) {
+  const int64_t blocks = w.cols / kBlock;
+  for (int64_t p = p0; p < p1; ++p) {
+    const auto* panel = reinterpret_cast<const Panel*>(w.data + static_cast<size_t>(p) * w.stride);
+    const int rows = static_cast<int>(smaller(w.rows - p * kPanelRows, kPanelRows));
+    for (int64_t g = g0; g < g1; ++g) {
+      const std::byte* group = x.data + static_cast<size_t>(g) * x.group_bytes;
+      float* to = out + static_cast<size_t>(g) * kTokenGroup * ldo + p * kPanelRows;
+      const int tokens = group_tokens(x, g);
+      for_tokens(tokens, [&](auto t) {
+        const auto* act = reinterpret_cast<const Block<t()>*>(group);
+        for (int token = 0; token < tokens; ++token) {
+          for (int r = 0; r < rows; ++r) {
+            to[static_cast<size_t>(token) * ldo + r] = dot<t()>(panel, act, blocks, r, token);
+          }
+        }
+      });
+    }
+  }
+}
+
+void gemm_decoded(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1,
+                  float* out, size_t ldo, std::byte* scratch) {
+  auto* tile = reinterpret_cast<float*>(scratch);
+  const TypeInfo info = *type_info(w.type);
+  const int64_t end = smaller(p1 * kPanelRows, w.rows);
+  for (int64_t t0 = g0 * kTokenGroup, t1 = smaller(g1 * kTokenGroup, x.tokens); t0 < t1;
+       t0 += kTokensPerPass) {
+    const int tokens = static_cast<int>(smaller(t1 - t0, kTokensPerPass));
+    for (int64_t row = p0 * kPanelRows; row < end; ++row) {
+      float (*sums)[kLanes] = reinterpret_cast<float (*)[kLanes]>(tile + kTileFloats);
+      std::memset(sums, 0, static_cast<size_t>(tokens) * sizeof(*sums));
+      for (int64_t k0 = 0; k0 < w.cols; k0 += kSuperBlock) {
+        const int64_t n = smaller(w.cols - k0, kSuperBlock);
+        const std::byte* src = w.data + static_cast<size_t>(row) * w.stride +
+                               static_cast<size_t>(k0 / info.block_size * info.block_bytes);
+        decode(w.type, src, n, tile);
+        for (int t = 0; t < tokens; ++t) {
+          const int64_t token = t0 + t;
+          const auto* act = reinterpret_cast<const float*>(x.data + static_cast<size_t>(token / kTokenGroup) *
+                                                                        x.group_bytes) +
+                            token % kTokenGroup * padded_cols(x.cols) + k0;
+          for (int64_t k = 0; k < n; ++k)
+            sums[t][k % kLanes] = std::fma(tile[k], act[k], sums[t][k % kLanes]);
+        }
+      }
+      for (int t = 0; t < tokens; ++t) {
+        const float* s = sums[t];
+        out[static_cast<size_t>(t0 + t) * ldo + static_cast<size_t>(row)] =
+            ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+      }
+    }
+  }
+}
+
+void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1, float* out,
+          size_t ldo, std::byte* scratch) {
+  if (!w.packed) {
+    gemm_decoded(w, p0, p1, x, g0, g1, out, ldo, scratch);
+  } else if (w.type == QuantType::kQ4_1) {
+    gemm_packed<PanelQ4_1, BlockA8>(w, p0, p1, x, g0, g1, out, ldo);
+  } else {
+    gemm_packed<PanelQ8_0, BlockA16>(w, p0, p1, x, g0, g1, out, ldo);
+  }
+}
+
+void decode_row(const Weight& w, int64_t row, float* out) {
+  decode(w.type, w.data + static_cast<size_t>(row) * w.stride, w.cols, out);
+}
+
+}  // namespace
+
+void fill_gemm_reference(Kernels& table) {
+  table.prepare = prepare;
+  table.gemm = gemm;
+  table.decode_row = decode_row;
+}
+
+}  // namespace caudal
