@@ -6,7 +6,7 @@ assignment), so an executor may reorder, fuse or repeat ops as long as it keeps 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,6 +24,28 @@ class Op:
     output: int  # value id
     weights: tuple[str, ...] = ()
     attrs: Mapping[str, Attr] = field(default_factory=dict[str, Attr])
+    layer: int = -1  # the model layer that recorded it; -1: outside of all
+
+    def integer(self, name: str) -> int:
+        """The attribute `name`, which the op's spec says is an int. So `number`, `text`, `numbers` for theirs."""
+        value = self.attrs[name]
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.attrs[name]
+        assert isinstance(value, float)
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.attrs[name]
+        assert isinstance(value, str)
+        return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        value = self.attrs[name]
+        assert isinstance(value, tuple)
+        return value
 
 
 @dataclass(slots=True)
@@ -41,7 +63,7 @@ class Program:
     @property
     def attention_ops(self) -> list[Op]:
         """In order of their `layer` attribute, which counts cache layers from 0."""
-        return sorted((op for op in self.ops if op.kind == "attention"), key=lambda op: int(op.attrs["layer"]))  # type: ignore[arg-type]
+        return sorted((op for op in self.ops if op.kind == "attention"), key=lambda op: op.integer("layer"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +98,7 @@ class Builder:
         self.layer_index = -1
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[None]:
+    def layer(self, index: int) -> Generator[None]:
         self._prefix, self.layer_index = f"blk.{index}.", index
         yield
         self._prefix, self.layer_index = "", -1
@@ -89,7 +111,7 @@ class Builder:
     ) -> Value:
         self.program.widths.append(width)
         output = len(self.program.widths) - 1
-        self.program.ops.append(Op(kind, tuple(v.id for v in inputs), output, weights, attrs))
+        self.program.ops.append(Op(kind, tuple(v.id for v in inputs), output, weights, attrs, self.layer_index))
         return Value(self, output)
 
     def _names(self, name: str) -> tuple[str, ...]:

@@ -1,0 +1,86 @@
+"""The slow and plain executor: numpy in float32, one function per op (`graph.ops`). It defines what is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from caudal.core import InsufficientMemoryError, InvalidRequestError
+from caudal.executors.base import KVLayout
+from caudal.graph.ops import SPECS, Call, Step
+from caudal.models import build_program
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from caudal.core import Batch
+    from caudal.formats import Checkpoint
+    from caudal.graph.program import Program
+
+_BLOCK_SIZE = 32
+
+
+class ReferenceExecutor:
+    """Holds every weight as float32, so it wants several times the memory of a quantized file."""
+
+    def __init__(self, checkpoint: Checkpoint, *, max_model_len: int = 0, num_blocks: int = 0) -> None:
+        """max_model_len: 0: the model's context length. num_blocks: of the cache; 0: room for one sequence.
+
+        Raises UnsupportedModelError or InvalidModelFileError (from `build_program`) and InsufficientMemoryError.
+        """
+        config, program = build_program(checkpoint)
+        self._max_model_len = min(max_model_len or config.context_length, config.context_length)
+        num_blocks = num_blocks or -(-self._max_model_len // _BLOCK_SIZE)
+        self._program = program
+        self._weights = {name: checkpoint.tensors[name].to_float32() for name in program.weight_names}
+        self._keys, self._values = _cache(program, num_blocks * _BLOCK_SIZE)
+        num_bytes = sum(array.nbytes for array in (*self._keys, *self._values))
+        self._kv_layout = KVLayout(_BLOCK_SIZE, num_blocks, num_bytes // num_blocks, "f32")
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._kv_layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._program.widths[self._program.output]
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """See `Executor.run`. Raises InvalidRequestError for a token id outside the vocabulary."""
+        step = Step(batch, self._keys, self._values, _BLOCK_SIZE)
+        values: dict[int, NDArray[np.float32]] = {}
+        for op in self._program.ops:
+            weights = tuple(self._weights[name] for name in op.weights)
+            if op.kind == "embed" and not np.all((batch.token_ids >= 0) & (batch.token_ids < len(weights[0]))):
+                raise InvalidRequestError(f"token ids must be from 0 to {len(weights[0]) - 1}", "prompt")
+            inputs = tuple(values[i] for i in op.inputs)
+            values[op.output] = SPECS[op.kind].reference(
+                Call(op, self._program.widths[op.output], inputs, weights, step)
+            )
+        return values[self._program.output]
+
+    def close(self) -> None:
+        self._weights.clear()
+        self._keys.clear()
+        self._values.clear()
+
+
+def _cache(program: Program, num_slots: int) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+    """Zeroed keys and values of each layer; the system gives the memory when it is written."""
+    shapes = [
+        (op.integer("n_kv_heads"), op.integer("head_dim"), op.integer("v_head_dim")) for op in program.attention_ops
+    ]
+    try:
+        keys = [np.zeros((num_slots, heads, dim), np.float32) for heads, dim, _ in shapes]
+        values = [np.zeros((num_slots, heads, dim), np.float32) for heads, _, dim in shapes]
+    except MemoryError as error:
+        num_bytes = 4 * num_slots * sum(heads * (dim + v_dim) for heads, dim, v_dim in shapes)
+        raise InsufficientMemoryError(
+            f"keys and values of {num_slots} tokens need {num_bytes / 2**30:.1f} GiB; ask for a shorter context"
+        ) from error
+    return keys, values

@@ -1,0 +1,168 @@
+"""A model's hyper-parameters in one vocabulary, whatever file they came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from caudal.core import InvalidModelFileError, UnsupportedModelError
+from caudal.formats import HostTensor
+from caudal.graph.program import RopeStyle
+from caudal.models.rope import RopeConfig
+
+_MAX_WIDTH = 1 << 24  # far above any model; keeps products of sizes from a broken file small
+
+# Keys that would change the results if they were overlooked, with the value that means "not used".
+_NEUTRAL: Mapping[str, float] = {
+    "expert_count": 0,
+    "logit_scale": 1,
+    "residual_scale": 1,
+    "embedding_scale": 1,
+    "attention.scale": 0,
+    "attention.clamp_kqv": 0,
+    "attention.max_alibi_bias": 0,
+    "attention.temperature_scale": 0,
+    "attention.causal": 1,
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "nextn_predict_layers": 0,
+    "use_parallel_residual": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes are counts of numbers (d_*, *_dim), layers, heads or tokens."""
+
+    arch: str
+    n_layers: int
+    d_model: int
+    d_ff: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    vocab_size: int  # rows of the embedding; may exceed the tokenizer's vocabulary
+    norm_eps: float
+    context_length: int
+    rope: RopeConfig
+    window: int = 0  # sliding window of attention; 0: none
+
+    @classmethod
+    def from_gguf(
+        cls, metadata: Mapping[str, object], tensors: Mapping[str, HostTensor], rope_style: RopeStyle
+    ) -> ModelConfig:
+        """From GGUF key-values. Raises InvalidModelFileError for missing or impossible values, and
+        UnsupportedModelError for options that Caudal does not have.
+        """
+        m = _Metadata(metadata)
+        for key, neutral in _NEUTRAL.items():
+            if (value := m.number(key, neutral)) != neutral:
+                raise UnsupportedModelError(f"{m.arch}.{key} = {value:g} is not supported for {m.arch!r} models")
+        embedding = tensors.get("token_embd.weight")
+        if embedding is None:
+            raise InvalidModelFileError(
+                "tensor token_embd.weight is missing: the file has no weights of a language model"
+            )
+        n_layers = m.size("block_count")
+        if n_layers > len(tensors):
+            raise InvalidModelFileError(f"{m.arch}.block_count is {n_layers}, but the file has {len(tensors)} tensors")
+        d_model, n_heads = m.size("embedding_length"), m.size("attention.head_count")
+        head_dim = m.size("attention.key_length", d_model // n_heads)
+        context_length = m.size("context_length")
+        return cls(
+            arch=m.arch,
+            n_layers=n_layers,
+            d_model=d_model,
+            d_ff=m.size("feed_forward_length"),
+            n_heads=n_heads,
+            n_kv_heads=m.size("attention.head_count_kv", n_heads),
+            head_dim=head_dim,
+            v_head_dim=m.size("attention.value_length", head_dim),
+            vocab_size=embedding.shape[0],
+            norm_eps=m.number("attention.layer_norm_rms_epsilon"),
+            context_length=context_length,
+            rope=_rope_from_gguf(m, head_dim, context_length, rope_style),
+            window=m.size("attention.sliding_window", 0, minimum=0),
+        )
+
+
+def _rope_from_gguf(m: _Metadata, head_dim: int, context_length: int, style: RopeStyle) -> RopeConfig:
+    base, dim = m.number("rope.freq_base", 10000.0), m.size("rope.dimension_count", head_dim)
+    if not 1 < base < math.inf:
+        raise InvalidModelFileError(f"{m.arch}.rope.freq_base is {base}; it must be above 1")
+    if dim % 2 or dim > head_dim:
+        raise InvalidModelFileError(
+            f"{m.arch}.rope.dimension_count is {dim}; it must be even and at most the head size {head_dim}"
+        )
+    factor = m.number("rope.scaling.factor", m.number("rope.scale_linear", 0.0)) or 1.0
+    scaling = m.text("rope.scaling.type", "linear")
+    if scaling == "none" or (scaling == "linear" and factor == 1):
+        return RopeConfig(base, dim, style)
+    if scaling not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{m.arch}.rope.scaling.type {scaling!r} is not supported; supported are none, linear, yarn and "
+            "llama3 (as a rope_freqs tensor)"
+        )
+    if not 0 < factor < math.inf:
+        raise InvalidModelFileError(f"{m.arch}.rope.scaling.factor is {factor}; it must be positive")
+    if scaling == "linear":
+        return RopeConfig(base, dim, style, "linear", factor)
+    ext_factor = m.number("rope.scaling.yarn_ext_factor", 1.0)
+    rope = RopeConfig(
+        base,
+        dim,
+        style,
+        "yarn",
+        factor,
+        original_context_length=m.size("rope.scaling.original_context_length", context_length),
+        ext_factor=ext_factor if ext_factor >= 0 else 1.0,  # negative: the default
+        attn_factor=m.number("rope.scaling.yarn_attn_factor", m.number("rope.scaling.attn_factor", 1.0)),
+        beta_fast=m.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=m.number("rope.scaling.yarn_beta_slow", 1.0),
+        log_multiplier=m.number("rope.scaling.yarn_log_multiplier", 0.0),
+    )
+    if min(rope.beta_fast, rope.beta_slow) <= 0:
+        raise InvalidModelFileError(f"{m.arch}.rope.scaling.yarn_beta_fast and yarn_beta_slow must be positive")
+    return rope
+
+
+class _Metadata:
+    """Checked access to the keys of one architecture; keys are given without its name in front."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        self._metadata = metadata
+        self.arch = str(metadata.get("general.architecture"))
+
+    def _get(self, key: str, default: object) -> object:
+        value = self._metadata.get(f"{self.arch}.{key}", default)
+        if value is None:
+            raise InvalidModelFileError(f"the metadata lack {self.arch}.{key}")
+        if not isinstance(value, list):
+            return value
+        values = {*cast("list[object]", value)}  # one for each layer
+        if len(values) != 1:
+            raise UnsupportedModelError(f"{self.arch}.{key} differs between layers, which is not supported yet")
+        return values.pop()
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise InvalidModelFileError(f"{self.arch}.{key} is {value!r}; it must be a finite number")
+        return float(value)
+
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_WIDTH:
+            raise InvalidModelFileError(
+                f"{self.arch}.{key} is {value!r}; it must be a whole number from {minimum} to {_MAX_WIDTH}"
+            )
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise InvalidModelFileError(f"{self.arch}.{key} is {value!r}; it must be a text")
+        return value
