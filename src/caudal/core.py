@@ -141,6 +141,7 @@ class Sequence:
     first_scheduled_time: float | None = None  # seconds, monotonic clock
     first_token_time: float | None = None
     num_preemptions: int = 0
+    order: int = 0  # of arrival among all sequences; set by the scheduler
 
     @property
     def num_tokens(self) -> int:

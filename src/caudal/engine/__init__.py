@@ -1,0 +1,1 @@
+"""Scheduling, sampling and the step loop: from requests to tokens."""
