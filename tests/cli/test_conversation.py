@@ -8,11 +8,16 @@ import pytest
 
 from caudal.cli.support.conversation import COMMANDS, Conversation, obey
 from caudal.core import SamplingParams
+from caudal.engine.sampling import validate
+
+
+def check(params):
+    validate(params, vocab_size=1000, max_model_len=100)
 
 
 @pytest.fixture
 def talk():
-    conversation = Conversation(SamplingParams(), model="m")
+    conversation = Conversation(SamplingParams(), check, model="m")
     for question, answer in (("one?", "1"), ("two?", "2")):
         conversation.ask(question)
         conversation.answer(answer)
@@ -60,7 +65,7 @@ def test_save_and_load(talk, tmp_path):
     file = tmp_path / "talk.json"
     assert str(file) in obey(talk, f"/save {file}").text
     assert json.loads(file.read_text())["model"] == "m"
-    other = Conversation(SamplingParams())
+    other = Conversation(SamplingParams(), check)
     obey(other, f"/load {file}")
     assert other.messages == talk.messages
 

@@ -21,6 +21,7 @@ class Conversation:
     """What was said so far, and how answers are sampled."""
 
     params: SamplingParams
+    check: Callable[[SamplingParams], None]  # raises InvalidRequestError for values out of range
     model: str = ""
     system: str = ""
     turns: list[Message] = field(default_factory=list[Message])  # user and assistant in turn
@@ -111,9 +112,7 @@ def _set(conversation: Conversation, argument: str) -> Reply:
     if not value.strip():
         return Reply(f"{name}: {SAMPLING_HELP[name]}" if name in SAMPLING_HELP else f"There is no setting {name}.")
     changed = dataclasses.replace(conversation.params, **{name: parse_sampling(name, value.strip())})  # type: ignore[arg-type]
-    from caudal.engine.sampling import validate
-
-    validate(changed)
+    conversation.check(changed)
     conversation.params = changed
     return Reply(f"{name} = {getattr(changed, name)}")
 

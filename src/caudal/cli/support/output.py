@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    ProgressCallback = Callable[[int, int | None], None]
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 
 def print_json(value: Any) -> None:
@@ -36,3 +32,23 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 def remark(text: str) -> None:
     """A line for people, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str, total: int | None, *, size: bool = False) -> Generator[Callable[[int], None]]:
+    """A progress bar on standard error, if that is a terminal; yields a function that adds to what is done.
+
+    `size`: the numbers count bytes.
+    """
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    numbers = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if size else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *numbers, Remaining())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,149 @@
+"""`caudal show`: what is in a model file, and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from caudal.cli.support.options import engine_options, json_option, model_argument
+from caudal.cli.support.output import print_json, print_table
+from caudal.config import format_size
+
+if TYPE_CHECKING:
+    from caudal.formats import Checkpoint
+    from caudal.graph.program import Program
+
+LONG_VALUE = 60  # characters of a metadata value that are shown
+
+
+@click.command(short_help="Show what is in a model and how much memory it needs.")
+@model_argument
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--graph", is_flag=True, help="Print the recorded program, one op in a line.")
+@engine_options("max_model_len", "kv_type")
+@json_option
+def command(model: str, tensors: bool, graph: bool, max_model_len: int, kv_type: str, as_json: bool) -> None:
+    """Show a model's metadata, its mix of quantizations, and the memory it needs at a context length.
+
+    \b
+    Examples:
+      caudal show smollm2:135m
+      caudal show model.gguf --ctx 8192 --kv-type q8
+      caudal show model.gguf --tensors --json
+      caudal show model.gguf --graph
+    """
+    from caudal.cli.support.models import open_model
+    from caudal.models import build_program
+
+    checkpoint = open_model(model)
+    if graph and not as_json:
+        print(_graph(checkpoint, build_program(checkpoint)[1]))
+        return
+    config, program = build_program(checkpoint)
+    facts: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "architecture": config.arch,
+        "parameters": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        "context_length": config.context_length,
+        "vocab_size": config.vocab_size,
+        "quantization": _quantization_mix(checkpoint),
+        "memory": _memory(checkpoint, program, max_model_len or config.context_length, kv_type),
+        "metadata": {key: _short(value) for key, value in checkpoint.metadata.items()},
+    }
+    if tensors:
+        facts["tensors"] = _tensors(checkpoint)
+    if graph:
+        facts["graph"] = _graph(checkpoint, program).splitlines()
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts)
+
+
+def _short(value: object) -> object:
+    """A metadata value as JSON can hold it; long lists and texts are cut."""
+    if isinstance(value, str):
+        return value if len(value) <= LONG_VALUE else f"{value[:LONG_VALUE]}... ({len(value)} characters)"
+    if isinstance(value, int | float | bool):
+        return value
+    count = len(value) if isinstance(value, Sized) else 0
+    return f"list of {count}"
+
+
+def _quantization_mix(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Tensors, parameters and bytes of each tensor type, the largest first."""
+    mix: dict[str, dict[str, Any]] = {}
+    for tensor in checkpoint.tensors.values():
+        entry = mix.setdefault(
+            tensor.quant_type.name, {"type": tensor.quant_type.name, "tensors": 0, "parameters": 0, "bytes": 0}
+        )
+        entry["tensors"] += 1
+        entry["parameters"] += prod(tensor.shape)
+        entry["bytes"] += tensor.data.nbytes
+    return sorted(mix.values(), key=lambda entry: -entry["bytes"])
+
+
+def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "shape": list(t.shape), "type": t.quant_type.name, "bytes": t.data.nbytes}
+        for name, t in checkpoint.tensors.items()
+    ]
+
+
+def _graph(checkpoint: Checkpoint, program: Program) -> str:
+    from caudal.graph.describe import describe
+
+    return describe(program, {name: f"{t.quant_type.name} {list(t.shape)}" for name, t in checkpoint.tensors.items()})
+
+
+def _memory(checkpoint: Checkpoint, program: Program, num_tokens: int, kv_type: str) -> dict[str, Any]:
+    """Bytes of the weights, and of the keys and values of one sequence that fills the context."""
+    per_token = _kv_bytes_per_token(program, kv_type)
+    return {
+        "context": num_tokens,
+        "kv_type": kv_type,
+        "weights_bytes": checkpoint.num_bytes,
+        "kv_cache_bytes": num_tokens * per_token,
+        "kv_bytes_per_token": per_token,
+        "total_bytes": checkpoint.num_bytes + num_tokens * per_token,
+    }
+
+
+def _print(facts: Mapping[str, Any]) -> None:
+    memory = facts["memory"]
+    head = [
+        ("file", facts["path"]),
+        ("architecture", facts["architecture"]),
+        ("parameters", f"{facts['parameters'] / 1e6:,.1f} million"),
+        ("context length", f"{facts['context_length']:,} tokens"),
+        ("vocabulary", f"{facts['vocab_size']:,} tokens"),
+    ]
+    print_table(("model", ""), head)
+    print_table(
+        ("type", "tensors", "parameters", "size"),
+        [
+            (entry["type"], str(entry["tensors"]), f"{entry['parameters']:,}", format_size(entry["bytes"]))
+            for entry in facts["quantization"]
+        ],
+    )
+    print_table(
+        ("memory", f"at {memory['context']:,} tokens, KV {memory['kv_type']}"),
+        [
+            ("weights", format_size(memory["weights_bytes"])),
+            ("KV cache", f"{format_size(memory['kv_cache_bytes'])} ({memory['kv_bytes_per_token']:,} B a token)"),
+            ("together", format_size(memory["total_bytes"])),
+        ],
+    )
+    print_table(("metadata", "value"), [(key, str(value)) for key, value in facts["metadata"].items()])
+    if "tensors" in facts:
+        print_table(
+            ("tensor", "shape", "type", "size"),
+            [
+                (t["name"], " x ".join(map(str, t["shape"])), t["type"], format_size(t["bytes"]))
+                for t in facts["tensors"]
+            ],
+        )
