@@ -1,0 +1,332 @@
+// The Python module caudal._native: arrays in, arrays out, the interpreter lock released while computing.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "core/pack.h"
+#include "exec/model.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace caudal {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+std::span<const float> span_of(const Floats& a) { return {a.data(), a.size()}; }
+std::span<const int32_t> span_of(const Ints& a) { return {a.data(), a.size()}; }
+
+QuantType quant_type(int id) {
+  const auto type = static_cast<QuantType>(id);
+  if (type_info(type) == nullptr)
+    throw std::invalid_argument("no native kernels for ggml type " + std::to_string(id));
+  return type;
+}
+
+KvType kv_type(const std::string& name) {
+  if (name == "f16") return KvType::kF16;
+  if (name == "q8") return KvType::kQ8;
+  throw std::invalid_argument("unknown kv type " + name);
+}
+
+GluAct glu_act(const std::string& name) {
+  if (name == "silu") return GluAct::kSilu;
+  if (name == "gelu_tanh") return GluAct::kGeluTanh;
+  if (name == "gelu") return GluAct::kGelu;
+  throw std::invalid_argument("unknown activation " + name);
+}
+
+RopeSpec rope_spec(int table, const std::string& style) {
+  if (style != "norm" && style != "neox") throw std::invalid_argument("unknown rope style " + style);
+  return {.table = table, .style = style == "norm" ? RopeStyle::kNorm : RopeStyle::kNeox};
+}
+
+using CacheLayers = std::vector<std::tuple<int, int, int>>;
+
+CacheShape cache_shape(const std::string& type, int num_blocks, const CacheLayers& layers) {
+  CacheShape shape{.type = kv_type(type), .num_blocks = num_blocks, .layers = {}};
+  for (const auto& [heads, k_dim, v_dim] : layers) {
+    if (heads <= 0 || k_dim <= 0 || v_dim <= 0) throw std::invalid_argument("an empty cache layer");
+    shape.layers.push_back({heads, k_dim, v_dim});
+  }
+  return shape;
+}
+
+// Keeps the arrays alive that the model reads in place.
+struct PyModel {
+  Model model;
+  std::vector<nb::object> sources;
+};
+
+void bind_model(nb::module_& m) {
+  nb::class_<ThreadPool>(m, "ThreadPool", "Pinned threads; the caller of a step is one of them.")
+      .def(
+          "__init__",
+          [](ThreadPool* self, int num_threads, bool pin) {
+            if (num_threads < 1 || num_threads > 1024)
+              throw std::invalid_argument("num_threads must be 1 to 1024");
+            new (self) ThreadPool(num_threads, pin);
+          },
+          "num_threads"_a, "pin"_a = true)
+      .def_prop_ro("size", &ThreadPool::size)
+      .def_prop_ro("num_benched", &ThreadPool::num_benched,
+                   "Threads left out because their CPU is taken by others.");
+
+  nb::class_<NormSpec>(m, "Norm",
+                       "A norm in front of another op; heads of `head_dim`, or the whole row if 0.")
+      .def(
+          "__init__",
+          [](NormSpec* self, const std::string& kind, int weight, int bias, float eps, int head_dim) {
+            if (kind != "rms" && kind != "layer") throw std::invalid_argument("unknown norm " + kind);
+            new (self) NormSpec{.kind = kind == "rms" ? NormKind::kRms : NormKind::kLayer,
+                                .weight = weight,
+                                .bias = bias,
+                                .eps = eps,
+                                .head_dim = head_dim};
+          },
+          "kind"_a, "weight"_a, "bias"_a = -1, "eps"_a, "head_dim"_a = 0);
+
+  nb::class_<LinearSpec>(m, "Linear", "One matrix of a linear phase, or a gated pair; see exec/model.h.")
+      .def(
+          "__init__",
+          [](LinearSpec* self, int weight, int out, int bias, int residual, int up_weight, int up_bias,
+             const std::string& act) {
+            new (self) LinearSpec{.weight = weight,
+                                  .bias = bias,
+                                  .up_weight = up_weight,
+                                  .up_bias = up_bias,
+                                  .act = glu_act(act),
+                                  .residual = residual,
+                                  .out = out};
+          },
+          "weight"_a, "out"_a, "bias"_a = -1, "residual"_a = -1, "up_weight"_a = -1, "up_bias"_a = -1,
+          "act"_a = "silu");
+
+  nb::class_<PyModel>(
+      m, "Model", "A model lowered to phases; see exec/model.h. Build in order, then finish(), then run().")
+      .def(
+          "__init__",
+          [](PyModel* self, std::shared_ptr<ThreadPool> pool, const std::string& isa, size_t packed_bytes) {
+            new (self) PyModel{Model(std::move(pool), isa.c_str(), packed_bytes), {}};
+          },
+          "pool"_a, "isa"_a, "packed_bytes"_a)
+      .def_prop_ro("isa", [](const PyModel& self) { return std::string(self.model.kernels().name); })
+      .def_prop_ro("vocab_size", [](const PyModel& self) { return self.model.vocab_size(); })
+      .def_prop_ro("kv_block_bytes", [](const PyModel& self) { return self.model.kv_block_bytes(); })
+      .def(
+          "add_weight",
+          [](PyModel& self, int type, int64_t rows, int64_t cols, const Bytes& data, bool pack) {
+            if (rows <= 0 || cols <= 0 || rows > INT32_MAX || cols > INT32_MAX)
+              throw std::invalid_argument("bad shape");
+            const QuantType t = quant_type(type);
+            const bool packs = pack && has_packed_layout(t);
+            int id;
+            {
+              nb::gil_scoped_release release;
+              id = self.model.add_weight(
+                  t, rows, cols, {reinterpret_cast<const std::byte*>(data.data()), data.size()}, packs);
+            }
+            if (!packs) self.sources.push_back(nb::cast(data));
+            return id;
+          },
+          "type"_a, "rows"_a, "cols"_a, "data"_a, "pack"_a)
+      .def(
+          "add_vector",
+          [](PyModel& self, const Floats& data) { return self.model.add_vector(span_of(data)); }, "data"_a)
+      .def(
+          "add_value",
+          [](PyModel& self, int64_t width, bool logits_row) {
+            return self.model.add_value(width, logits_row);
+          },
+          "width"_a, "logits_row"_a)
+      .def(
+          "add_rope_table",
+          [](PyModel& self, const Floats& inv_freq, float mscale) {
+            return self.model.add_rope_table(span_of(inv_freq), mscale);
+          },
+          "inv_freq"_a, "mscale"_a)
+      .def(
+          "embed", [](PyModel& self, int weight, int out) { self.model.add_phase(EmbedPhase{weight, out}); },
+          "weight"_a, "out"_a)
+      .def(
+          "linear",
+          [](PyModel& self, int input, const std::vector<LinearSpec>& linears,
+             const std::optional<NormSpec>& norm) {
+            self.model.add_phase(
+                LinearPhase{.input = input, .norm = norm.value_or(NormSpec{}), .linears = linears});
+          },
+          "input"_a, "linears"_a, "norm"_a = nb::none())
+      .def(
+          "attention",
+          [](PyModel& self, int q, int k, int v, int out, int layer, int n_heads, int n_kv_heads,
+             int head_dim, int v_head_dim, float scale, int window, float softcap, int q_rope, int k_rope,
+             const std::string& rope_style, const std::optional<NormSpec>& q_norm,
+             const std::optional<NormSpec>& k_norm) {
+            self.model.add_phase(AttentionPhase{.q = q,
+                                                .k = k,
+                                                .v = v,
+                                                .out = out,
+                                                .q_norm = q_norm.value_or(NormSpec{}),
+                                                .k_norm = k_norm.value_or(NormSpec{}),
+                                                .q_rope = rope_spec(q_rope, rope_style),
+                                                .k_rope = rope_spec(k_rope, rope_style),
+                                                .layer = layer,
+                                                .n_heads = n_heads,
+                                                .n_kv_heads = n_kv_heads,
+                                                .head_dim = head_dim,
+                                                .v_head_dim = v_head_dim,
+                                                .window = window,
+                                                .scale = scale,
+                                                .softcap = softcap});
+          },
+          nb::kw_only(), "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
+          "v_head_dim"_a, "scale"_a, "window"_a, "softcap"_a, "q_rope"_a, "k_rope"_a, "rope_style"_a,
+          "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
+      .def(
+          "select_rows",
+          [](PyModel& self, int input, int out) { self.model.add_phase(RowsPhase{input, out}); }, "input"_a,
+          "out"_a)
+      .def(
+          "add",
+          [](PyModel& self, int a, int b, int out) {
+            self.model.add_phase(RowOpPhase{.op = RowOp::kAdd, .a = a, .b = b, .out = out});
+          },
+          "a"_a, "b"_a, "out"_a)
+      .def(
+          "mul",
+          [](PyModel& self, int a, int b, int out) {
+            self.model.add_phase(RowOpPhase{.op = RowOp::kMul, .a = a, .b = b, .out = out});
+          },
+          "a"_a, "b"_a, "out"_a)
+      .def(
+          "scale",
+          [](PyModel& self, int a, int out, float by) {
+            self.model.add_phase(RowOpPhase{.op = RowOp::kScale, .a = a, .b = -1, .out = out, .number = by});
+          },
+          "a"_a, "out"_a, "by"_a)
+      .def(
+          "softcap",
+          [](PyModel& self, int a, int out, float cap) {
+            self.model.add_phase(
+                RowOpPhase{.op = RowOp::kSoftcap, .a = a, .b = -1, .out = out, .number = cap});
+          },
+          "a"_a, "out"_a, "cap"_a)
+      .def(
+          "glu",
+          [](PyModel& self, int gate, int up, int out, const std::string& act) {
+            self.model.add_phase(
+                RowOpPhase{.op = RowOp::kGlu, .a = gate, .b = up, .out = out, .act = glu_act(act)});
+          },
+          "gate"_a, "up"_a, "out"_a, "act"_a)
+      .def(
+          "slice",
+          [](PyModel& self, int a, int out, int start) {
+            self.model.add_phase(
+                RowOpPhase{.op = RowOp::kSlice, .a = a, .b = -1, .out = out, .start = start});
+          },
+          "a"_a, "out"_a, "start"_a)
+      .def(
+          "norm",
+          [](PyModel& self, int a, int out, const NormSpec& norm) {
+            self.model.add_phase(RowOpPhase{.op = RowOp::kNorm, .a = a, .b = -1, .out = out, .norm = norm});
+          },
+          "a"_a, "out"_a, "norm"_a)
+      .def(
+          "rope",
+          [](PyModel& self, int a, int out, int table, const std::string& style, int head_dim) {
+            self.model.add_phase(RowOpPhase{.op = RowOp::kRope,
+                                            .a = a,
+                                            .b = -1,
+                                            .out = out,
+                                            .rope = rope_spec(table, style),
+                                            .head_dim = head_dim});
+          },
+          "a"_a, "out"_a, "table"_a, "style"_a, "head_dim"_a)
+      .def(
+          "finish",
+          [](PyModel& self, int output, const std::string& type, int num_blocks, const CacheLayers& layers) {
+            self.model.finish(output, cache_shape(type, num_blocks, layers));
+          },
+          "output"_a, "kv_type"_a, "num_blocks"_a, "kv_layers"_a)
+      .def(
+          "run",
+          [](nb::object self, const Ints& token_ids, const Ints& positions, const Ints& query_start,
+             const Ints& seq_lens, const IntTable& block_tables, const Ints& slot_mapping,
+             const Ints& logits_rows) {
+            Model& model = nb::cast<PyModel&>(self).model;
+            const StepInput input{.token_ids = span_of(token_ids),
+                                  .positions = span_of(positions),
+                                  .query_start = span_of(query_start),
+                                  .seq_lens = span_of(seq_lens),
+                                  .block_tables = {block_tables.data(), block_tables.size()},
+                                  .slot_mapping = span_of(slot_mapping),
+                                  .logits_rows = span_of(logits_rows),
+                                  .block_table_width = static_cast<int64_t>(block_tables.shape(1))};
+            std::span<const float> logits;
+            {
+              nb::gil_scoped_release release;
+              logits = model.run(input);
+            }
+            const size_t shape[2] = {logits_rows.size(), static_cast<size_t>(model.vocab_size())};
+            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(const_cast<float*>(logits.data()), 2, shape,
+                                                              self);
+          },
+          "token_ids"_a, "positions"_a, "query_start"_a, "seq_lens"_a, "block_tables"_a, "slot_mapping"_a,
+          "logits_rows"_a, "One step; the logits [rows, vocab] are valid until the next call.");
+
+  m.def("usable_cpus", &ThreadPool::usable_cpus, "CPUs that this process may use.");
+  m.def(
+      "packed_bytes",
+      [](int type, int64_t rows, int64_t cols) {
+        return Model::packed_weight_bytes(quant_type(type), rows, cols);
+      },
+      "type"_a, "rows"_a, "cols"_a, "Bytes of a weight in the packed layout; 0 if its type has none.");
+  m.def("has_type", [](int type) { return type_info(static_cast<QuantType>(type)) != nullptr; }, "type"_a);
+  m.def(
+      "kv_block_bytes",
+      [](const std::string& type, const CacheLayers& layers) {
+        return Model::kv_block_bytes(cache_shape(type, 0, layers));
+      },
+      "kv_type"_a, "layers"_a, "Bytes of one cache block over layers of (kv heads, k dim, v dim).");
+  m.def(
+      "decode_rows",
+      [](int type, int64_t rows, int64_t cols, const Bytes& data, const std::string& isa,
+         nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+        const QuantType t = quant_type(type);
+        const TypeInfo& info = *type_info(t);
+        const Kernels* kernels = select_kernels(isa.c_str());
+        if (kernels == nullptr) throw std::invalid_argument("instruction set not available here: " + isa);
+        if (rows <= 0 || cols <= 0 || cols % info.block_size != 0) throw std::invalid_argument("bad shape");
+        const size_t row_bytes = static_cast<size_t>(cols / info.block_size * info.block_bytes);
+        if (data.size() / row_bytes < static_cast<size_t>(rows) ||
+            static_cast<int64_t>(out.shape(0)) != rows || static_cast<int64_t>(out.shape(1)) != cols) {
+          throw std::invalid_argument("arrays too small");
+        }
+        const Weight w{.type = t,
+                       .packed = false,
+                       .rows = rows,
+                       .cols = cols,
+                       .data = reinterpret_cast<const std::byte*>(data.data()),
+                       .stride = row_bytes};
+        for (int64_t r = 0; r < rows; ++r) kernels->decode_row(w, r, out.data() + r * cols);
+      },
+      "type"_a, "rows"_a, "cols"_a, "data"_a, "isa"_a, "out"_a, "Dequantizes rows into `out` [rows, cols].");
+}
+
+}  // namespace
+}  // namespace caudal
+
+NB_MODULE(_native, m) {
+  m.doc() = "Caudal's native core.";
+  caudal::bind_model(m);
+}

@@ -1,0 +1,256 @@
+#include "core/pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <stdexcept>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace caudal {
+namespace {
+
+// Spinning covers the usual skew between threads; a futex wake-up costs about 10 us, so a barrier that sleeps
+// is dear, and one that spins for long steals time from whoever has to arrive.
+constexpr int kSpinRounds = 40;  // of kPausesPerRound pauses and one yield: about 50 us
+constexpr int kPausesPerRound = 40;
+
+constexpr uint64_t kMinJudgedRun = 200'000;  // ns; shorter runs say nothing
+constexpr double kLateFraction = 0.30;       // of a run lost in waiting for one thread
+constexpr int kStrikes = 2;
+constexpr uint64_t kFirstPenalty = 100'000'000;      // ns
+constexpr uint64_t kLongestPenalty = 1'600'000'000;  // ns
+constexpr uint64_t kForgive = 2'000'000'000;         // ns of good behaviour
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+uint64_t now_ns() {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                   std::chrono::steady_clock::now().time_since_epoch())
+                                   .count());
+}
+
+// Waits until the value is no longer `old`: spins, yields, then sleeps.
+void await_change(const std::atomic<uint32_t>& value, uint32_t old) {
+  for (int round = 0; round < kSpinRounds; ++round) {
+    for (int i = 0; i < kPausesPerRound; ++i) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      cpu_relax();
+    }
+    sched_yield();
+  }
+  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus;
+#ifdef __linux__
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int i = 0; i < CPU_SETSIZE; ++i) {
+      if (CPU_ISSET(i, &set)) cpus.push_back(i);
+    }
+  }
+#endif
+  if (cpus.empty()) {
+    const unsigned n = std::max(1U, std::thread::hardware_concurrency());
+    for (unsigned i = 0; i < n; ++i) cpus.push_back(static_cast<int>(i));
+  }
+  return cpus;
+}
+
+// Whole CPUs of the cgroup v2 quota, 0 if there is none.
+int quota_cpus() {
+  int result = 0;
+  if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
+    long quota = 0, period = 0;
+    if (std::fscanf(f, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0) {
+      result = static_cast<int>(std::max(1L, quota / period));
+    }
+    std::fclose(f);
+  }
+  return result;
+}
+
+}  // namespace
+
+int ThreadPool::usable_cpus() {
+  const int n = static_cast<int>(allowed_cpus().size());
+  const int quota = quota_cpus();
+  return quota > 0 ? std::min(n, quota) : n;
+}
+
+ThreadPool::ThreadPool(int num_threads, bool pin)
+    : num_threads_(std::max(1, num_threads)),
+      pin_(pin),
+      owner_pid_(getpid()),
+      cpus_(allowed_cpus()),
+      slots_(std::make_unique<Slot[]>(static_cast<size_t>(num_threads_))) {
+  for (int i = 0; i < num_threads_; ++i) {
+    slots_[i].member.pool_ = this;
+    slots_[i].member.thread_ = i;
+  }
+  for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker(i); });
+}
+
+ThreadPool::~ThreadPool() {
+  if (getpid() != owner_pid_) {  // in a forked child the threads do not exist: neither join nor destroy them
+    for (auto& t : threads_) t.detach();
+    return;
+  }
+  stop_.store(true);
+  epoch_.fetch_add(1);
+  epoch_.notify_all();
+  for (auto& t : threads_) t.join();
+}
+
+void ThreadPool::bind([[maybe_unused]] int thread) const {
+#ifdef __linux__
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpus_[static_cast<size_t>(thread) % cpus_.size()], &set);
+  sched_setaffinity(0, sizeof set, &set);  // a failure (a shrunk cpuset) only costs speed
+#endif
+}
+
+int ThreadPool::num_benched() const {
+  int n = 0;
+  for (int i = 0; i < num_threads_; ++i) n += slots_[i].bench_until != 0;
+  return n;
+}
+
+void Member::barrier() {
+  if (active_ == 1) return;
+  ThreadPool& p = *pool_;
+  const uint32_t generation = p.generation_.load(std::memory_order_relaxed);
+  if (p.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(active_)) {
+    p.arrived_.store(0, std::memory_order_relaxed);
+    p.generation_.fetch_add(1, std::memory_order_acq_rel);
+    p.generation_.notify_all();
+    return;
+  }
+  const uint64_t start = now_ns();
+  await_change(p.generation_, generation);
+  wait_ns_ += now_ns() - start;
+}
+
+void ThreadPool::worker(int thread) {
+  if (pin_) bind(thread);
+  Slot& slot = slots_[thread];
+  uint32_t seen = 0;
+  bool benched = false;
+  for (;;) {
+    if (benched) {
+      epoch_.wait(seen, std::memory_order_acquire);  // no spinning on a CPU that somebody else needs
+    } else {
+      await_change(epoch_, seen);
+    }
+    seen = epoch_.load(std::memory_order_acquire);
+    if (stop_.load()) return;
+    // Nobody waits for a benched thread, so it may wake up when later runs have begun already: the number of
+    // the run, not a flag, says whether it takes part.
+    benched = slot.assigned_epoch.load(std::memory_order_acquire) != seen;
+    if (benched) continue;
+    (*body_)(slot.member);
+    if (remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1) remaining_.notify_all();
+  }
+}
+
+void ThreadPool::choose_participants(uint64_t now) {
+  int active = 0;
+  for (int i = 0; i < num_threads_; ++i) {
+    Slot& s = slots_[i];
+    if (s.bench_until != 0 && now >= s.bench_until) {
+      s.bench_until = 0;
+      s.strikes = 0;
+      s.returned_at = now;
+    }
+    s.participates = s.bench_until == 0;
+    active += s.participates;
+  }
+  for (int i = 0; i < num_threads_; ++i) {
+    slots_[i].member.active_ = active;
+    slots_[i].member.wait_ns_ = 0;
+  }
+}
+
+// After a run: whoever waited least was the one that the others waited for.
+void ThreadPool::judge(uint64_t start, uint64_t end) {
+  if (end - start < kMinJudgedRun) return;
+  int latest = -1, active = 0;
+  uint64_t most = 0;
+  for (int i = 0; i < num_threads_; ++i) {
+    if (!slots_[i].participates) continue;
+    ++active;
+    most = std::max(most, slots_[i].member.wait_ns_);
+    if (latest < 0 || slots_[i].member.wait_ns_ < slots_[latest].member.wait_ns_) latest = i;
+  }
+  if (active < 2) return;
+  Slot& s = slots_[latest];
+  const auto lost = static_cast<double>(most - s.member.wait_ns_);
+  if (lost < kLateFraction * static_cast<double>(end - start)) {
+    for (int i = 0; i < num_threads_; ++i) {
+      if (slots_[i].participates) slots_[i].strikes = 0;
+    }
+    if (s.penalty != 0 && end - s.returned_at > kForgive) s.penalty = 0;
+    return;
+  }
+  if (++s.strikes < kStrikes) return;
+  s.penalty = s.penalty == 0 ? kFirstPenalty : std::min(2 * s.penalty, kLongestPenalty);
+  s.bench_until = end + s.penalty;
+}
+
+void ThreadPool::run(FunctionRef<Member&> body) {
+  if (getpid() != owner_pid_) {
+    throw std::runtime_error("the model was loaded before a fork; load it in the process that uses it");
+  }
+  if (num_threads_ == 1) {
+    slots_[0].member.active_ = 1;
+    body(slots_[0].member);
+    return;
+  }
+  const uint64_t start = now_ns();
+  choose_participants(start);
+  const bool caller_participates = slots_[0].participates;
+  const uint32_t workers = static_cast<uint32_t>(slots_[0].member.active_) - (caller_participates ? 1 : 0);
+  body_ = &body;
+  if (workers != 0) {
+    remaining_.store(workers, std::memory_order_relaxed);
+    const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+    for (int i = 1; i < num_threads_; ++i) {
+      if (slots_[i].participates) slots_[i].assigned_epoch.store(epoch, std::memory_order_release);
+    }
+    epoch_.store(epoch, std::memory_order_release);
+    epoch_.notify_all();
+  }
+  if (caller_participates) {
+#ifdef __linux__
+    cpu_set_t before;
+    const bool restore = pin_ && sched_getaffinity(0, sizeof before, &before) == 0;
+    if (restore) bind(0);
+    body(slots_[0].member);
+    if (restore) sched_setaffinity(0, sizeof before, &before);
+#else
+    body(slots_[0].member);
+#endif
+  }
+  for (uint32_t left = remaining_.load(std::memory_order_acquire); workers != 0 && left != 0;
+       left = remaining_.load(std::memory_order_acquire)) {
+    await_change(remaining_, left);
+  }
+  judge(start, now_ns());
+}
+
+}  // namespace caudal

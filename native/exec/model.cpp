@@ -1,0 +1,858 @@
+#include "exec/model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+#include "core/pack.h"
+
+namespace caudal {
+namespace {
+
+constexpr int kLoopsPerPhase = 3;
+constexpr int kItemsPerThread = 8;    // of a phase: small enough to share evenly, large enough to stream
+constexpr int kMaxSegmentPanels = 8;  // 128 output rows
+constexpr int64_t kBlockGroups = 16;  // 64 tokens: their activations stay in L2 while panels pass
+constexpr int64_t kTileLd = kMaxSegmentPanels * kPanelRows;
+constexpr size_t kPrefetchSlack =
+    8192;  // kernels prefetch this far behind a panel, and may load a vector beyond
+
+size_t align64(size_t n) { return (n + 63) / 64 * 64; }
+int64_t groups_of(int64_t tokens) { return (tokens + kTokenGroup - 1) / kTokenGroup; }
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+const Kernels& kernels_named(const char* isa) {
+  const Kernels* k = select_kernels(isa);
+  if (k == nullptr) throw std::invalid_argument(std::string("instruction set not available here: ") + isa);
+  return *k;
+}
+
+}  // namespace
+
+Model::Model(std::shared_ptr<ThreadPool> pool, const char* isa, size_t packed_bytes)
+    : pool_(std::move(pool)),
+      kernels_(kernels_named(isa)),
+      packed_(packed_bytes == 0 ? 0 : packed_bytes + kPrefetchSlack, true) {}
+
+// ------------------------------------------------------------------------------------------------ building
+
+size_t Model::packed_weight_bytes(QuantType type, int64_t rows, int64_t cols) {
+  if (!has_packed_layout(type)) return 0;
+  const auto panels = static_cast<size_t>((rows + kPanelRows - 1) / kPanelRows);
+  return align64(panels * packed_panel_bytes(type, cols));
+}
+
+int Model::add_weight(QuantType type, int64_t rows, int64_t cols, std::span<const std::byte> data,
+                      bool pack) {
+  const TypeInfo* info = type_info(type);
+  require(info != nullptr, "unknown tensor type");
+  require(rows > 0 && cols > 0 && cols % info->block_size == 0, "a row does not fill whole blocks");
+  const size_t row_bytes =
+      static_cast<size_t>(cols / info->block_size) * static_cast<size_t>(info->block_bytes);
+  require(data.size() / row_bytes >= static_cast<size_t>(rows),
+          "a tensor has fewer bytes than its shape needs");
+
+  Weight w{
+      .type = type, .packed = false, .rows = rows, .cols = cols, .data = data.data(), .stride = row_bytes};
+  if (pack && has_packed_layout(type)) {
+    const size_t bytes = packed_weight_bytes(type, rows, cols);
+    require(packed_used_ + bytes <= packed_.size(), "more packed weights than announced");
+    std::byte* dst = packed_.data() + packed_used_;
+    packed_used_ += bytes;
+    w.packed = true;
+    w.data = dst;
+    w.stride = packed_panel_bytes(type, cols);
+    std::atomic<int64_t> next{0};
+    const int64_t panels = w.panels();
+    // Small pieces: the source is often not in memory yet, and page faults are slow and uneven.
+    const int64_t step = std::max<int64_t>(1, static_cast<int64_t>((size_t{256} << 10) / w.stride));
+    auto body = [&](Member&) {
+      for (int64_t p = next.fetch_add(step); p < panels; p = next.fetch_add(step)) {
+        pack_panels(type, data.data(), rows, cols, p, std::min(p + step, panels),
+                    dst + static_cast<size_t>(p) * w.stride);
+      }
+    };
+    pool_->run(body);
+    release_pages(data.data(), row_bytes * static_cast<size_t>(rows));
+  }
+  weights_.push_back(w);
+  return static_cast<int>(weights_.size()) - 1;
+}
+
+VectorId Model::add_vector(std::span<const float> data) {
+  vectors_.emplace_back(data.begin(), data.end());
+  return static_cast<VectorId>(vectors_.size()) - 1;
+}
+
+ValueId Model::add_value(int64_t width, bool logits_row) {
+  require(width > 0, "a value without width");
+  values_.push_back({width, logits_row});
+  return static_cast<ValueId>(values_.size()) - 1;
+}
+
+int Model::add_rope_table(std::span<const float> inv_freq, float mscale) {
+  for (size_t i = 0; i < rope_tables_.size(); ++i) {
+    const RopeTable& t = rope_tables_[i];
+    if (t.mscale == mscale &&
+        std::equal(t.inv_freq.begin(), t.inv_freq.end(), inv_freq.begin(), inv_freq.end())) {
+      return static_cast<int>(i);
+    }
+  }
+  rope_tables_.push_back({{inv_freq.begin(), inv_freq.end()}, mscale, rope_floats_});
+  rope_floats_ += 2 * inv_freq.size();
+  return static_cast<int>(rope_tables_.size()) - 1;
+}
+
+void Model::add_phase(Phase phase) {
+  PlannedPhase p{.phase = std::move(phase), .segments = {}};
+  phases_.push_back(std::move(p));
+}
+
+namespace {
+
+// Calls f(id) for each value that a phase reads, g(id) for each that it writes.
+template <typename F, typename G>
+void visit_values(const Phase& phase, F&& f, G&& g) {
+  if (const auto* e = std::get_if<EmbedPhase>(&phase)) {
+    g(e->out);
+  } else if (const auto* l = std::get_if<LinearPhase>(&phase)) {
+    f(l->input);
+    for (const LinearSpec& s : l->linears) {
+      if (s.residual >= 0) f(s.residual);
+      g(s.out);
+    }
+  } else if (const auto* a = std::get_if<AttentionPhase>(&phase)) {
+    f(a->q);
+    f(a->k);
+    f(a->v);
+    g(a->out);
+  } else if (const auto* r = std::get_if<RowsPhase>(&phase)) {
+    f(r->input);
+    g(r->out);
+  } else if (const auto* o = std::get_if<RowOpPhase>(&phase)) {
+    f(o->a);
+    if (o->b >= 0) f(o->b);
+    g(o->out);
+  }
+}
+
+}  // namespace
+
+void Model::plan_slots() {
+  const int n = static_cast<int>(values_.size());
+  std::vector<int> last_use(values_.size(), -1), defined(values_.size(), -1);
+  const auto valid = [&](ValueId id) {
+    require(id >= 0 && id < n, "a phase names a value that does not exist");
+  };
+  for (int i = 0; i < static_cast<int>(phases_.size()); ++i) {
+    visit_values(
+        phases_[static_cast<size_t>(i)].phase,
+        [&](ValueId id) {
+          valid(id);
+          require(defined[static_cast<size_t>(id)] >= 0, "a phase reads a value before it is computed");
+          last_use[static_cast<size_t>(id)] = i;
+        },
+        [&](ValueId id) {
+          valid(id);
+          require(defined[static_cast<size_t>(id)] < 0, "a value is computed twice");
+          defined[static_cast<size_t>(id)] = i;
+        });
+  }
+  valid(output_);
+  require(defined[static_cast<size_t>(output_)] >= 0, "the output is never computed");
+  last_use[static_cast<size_t>(output_)] = static_cast<int>(phases_.size());
+
+  std::vector<int> busy_until;  // by slot: index of the last phase that reads it
+  for (int i = 0; i < static_cast<int>(phases_.size()); ++i) {
+    const auto place = [&](ValueId id) {
+      ValueInfo& v = values_[static_cast<size_t>(id)];
+      int best = -1;
+      for (int s = 0; s < static_cast<int>(slots_.size()); ++s) {
+        // A slot read by this very phase is still busy: outputs never overlap inputs.
+        if (slots_[static_cast<size_t>(s)].logits_row != v.logits_row ||
+            busy_until[static_cast<size_t>(s)] >= i)
+          continue;
+        if (best < 0 || std::abs(slots_[static_cast<size_t>(s)].width - v.width) <
+                            std::abs(slots_[static_cast<size_t>(best)].width - v.width)) {
+          best = s;
+        }
+      }
+      if (best < 0) {
+        best = static_cast<int>(slots_.size());
+        slots_.emplace_back();
+        slots_.back().logits_row = v.logits_row;
+        busy_until.push_back(-1);
+      }
+      slots_[static_cast<size_t>(best)].width = std::max(slots_[static_cast<size_t>(best)].width, v.width);
+      busy_until[static_cast<size_t>(best)] = std::max(last_use[static_cast<size_t>(id)], i);
+      v.slot = best;
+    };
+    visit_values(phases_[static_cast<size_t>(i)].phase, [](ValueId) {}, place);
+  }
+}
+
+void Model::plan_segments(PlannedPhase& p) const {
+  const auto& ph = std::get<LinearPhase>(p.phase);
+  int64_t total = 0;
+  for (const LinearSpec& s : ph.linears) total += weights_[static_cast<size_t>(s.weight)].panels();
+  const int64_t step = std::clamp<int64_t>(total / (kItemsPerThread * pool_->size()), 1, kMaxSegmentPanels);
+  for (int i = 0; i < static_cast<int>(ph.linears.size()); ++i) {
+    const int64_t panels = weights_[static_cast<size_t>(ph.linears[static_cast<size_t>(i)].weight)].panels();
+    for (int64_t q = 0; q < panels; q += step) p.segments.push_back({i, q, std::min(q + step, panels)});
+  }
+}
+
+void Model::finish(ValueId output, CacheShape cache) {
+  output_ = output;
+  cache_ = std::move(cache);
+  const auto width = [&](ValueId id) { return values_[static_cast<size_t>(id)].width; };
+  const auto is_row = [&](ValueId id) { return values_[static_cast<size_t>(id)].logits_row; };
+  const auto check_vector = [&](VectorId id, int64_t size) {
+    require(id < 0 || (id < static_cast<VectorId>(vectors_.size()) &&
+                       static_cast<int64_t>(vectors_[static_cast<size_t>(id)].size()) == size),
+            "a norm weight or bias has the wrong size");
+  };
+  const auto check_norm = [&](const NormSpec& norm, int64_t row) {
+    if (norm.kind == NormKind::kNone) return;
+    require(norm.weight >= 0, "a norm without weight");
+    require(norm.head_dim == 0 || row % norm.head_dim == 0, "a norm's heads do not fill the row");
+    check_vector(norm.weight, norm.head_dim != 0 ? norm.head_dim : row);
+    check_vector(norm.bias, row);
+  };
+  const auto check_rope = [&](const RopeSpec& rope, int head_dim) {
+    require(rope.table < static_cast<int>(rope_tables_.size()), "a rope table that does not exist");
+    require(
+        rope.table < 0 ||
+            2 * static_cast<int>(rope_tables_[static_cast<size_t>(rope.table)].inv_freq.size()) <= head_dim,
+        "rope turns more numbers than a head has");
+  };
+  const auto weight = [&](int id) -> const Weight& {
+    require(id >= 0 && id < static_cast<int>(weights_.size()), "a weight that does not exist");
+    return weights_[static_cast<size_t>(id)];
+  };
+  plan_slots();
+  for (PlannedPhase& p : phases_) {
+    if (const auto* e = std::get_if<EmbedPhase>(&p.phase)) {
+      require(!weight(e->weight).packed && weight(e->weight).cols == width(e->out) && !is_row(e->out),
+              "bad embedding");
+    } else if (const auto* l = std::get_if<LinearPhase>(&p.phase)) {
+      require(!l->linears.empty(), "a linear phase without weights");
+      p.cols = width(l->input);
+      check_norm(l->norm, p.cols);
+      if (l->norm.kind != NormKind::kNone) max_norm_cols_ = std::max(max_norm_cols_, p.cols);
+      for (const LinearSpec& s : l->linears) {
+        const Weight& w = weight(s.weight);
+        require(w.cols == p.cols && w.rows == width(s.out) && is_row(s.out) == is_row(l->input),
+                "bad linear shape");
+        check_vector(s.bias, w.rows);
+        check_vector(s.up_bias, w.rows);
+        require(s.residual < 0 || (width(s.residual) == w.rows && is_row(s.residual) == is_row(s.out)),
+                "bad residual");
+        if (s.up_weight >= 0) {
+          const Weight& up = weight(s.up_weight);
+          require(up.cols == w.cols && up.rows == w.rows && s.residual < 0, "bad gated pair");
+          p.uses[static_cast<int>(act_kind(up))] = true;
+        }
+        p.uses[static_cast<int>(act_kind(w))] = true;
+      }
+      for (int k = 0; k < 3; ++k) {
+        if (p.uses[k]) max_cols_[k] = std::max(max_cols_[k], p.cols);
+      }
+      plan_segments(p);
+    } else if (const auto* a = std::get_if<AttentionPhase>(&p.phase)) {
+      require(a->layer >= 0 && a->layer < static_cast<int>(cache_.layers.size()),
+              "attention without a cache layer");
+      const CacheShape::Layer& c = cache_.layers[static_cast<size_t>(a->layer)];
+      require(a->n_kv_heads == c.n_kv_heads && a->head_dim == c.k_dim && a->v_head_dim == c.v_dim &&
+                  a->n_kv_heads > 0 && a->n_heads > 0 && a->n_heads % a->n_kv_heads == 0 && a->head_dim > 0 &&
+                  a->head_dim % 4 == 0 && a->v_head_dim > 0 && a->v_head_dim % 4 == 0 && a->window >= 0,
+              "bad attention shape");
+      require(width(a->q) == int64_t{a->n_heads} * a->head_dim &&
+                  width(a->k) == int64_t{a->n_kv_heads} * a->head_dim &&
+                  width(a->v) == int64_t{a->n_kv_heads} * a->v_head_dim &&
+                  width(a->out) == int64_t{a->n_heads} * a->v_head_dim && !is_row(a->q) && !is_row(a->k) &&
+                  !is_row(a->v) && !is_row(a->out),
+              "bad attention widths");
+      check_norm(a->q_norm, width(a->q));
+      check_norm(a->k_norm, width(a->k));
+      check_rope(a->q_rope, a->head_dim);
+      check_rope(a->k_rope, a->head_dim);
+      max_heads_width_ = std::max(max_heads_width_, width(a->q));
+      const size_t floats = partial_floats(a->v_head_dim);
+      group_partial_unit_ =
+          std::max(group_partial_unit_, static_cast<size_t>(a->n_heads / a->n_kv_heads) * floats);
+      partial_unit_ = std::max(partial_unit_, static_cast<size_t>(a->n_heads) * floats);
+    } else if (const auto* r = std::get_if<RowsPhase>(&p.phase)) {
+      require(width(r->input) == width(r->out) && !is_row(r->input) && is_row(r->out), "bad row selection");
+    } else if (const auto* o = std::get_if<RowOpPhase>(&p.phase)) {
+      require(is_row(o->a) == is_row(o->out), "an op mixes tokens and rows");
+      if (o->op == RowOp::kSlice) {
+        require(o->start >= 0 && o->start + width(o->out) <= width(o->a), "a slice out of range");
+      } else {
+        require(width(o->a) == width(o->out), "bad op widths");
+      }
+      const bool binary = o->op == RowOp::kAdd || o->op == RowOp::kMul || o->op == RowOp::kGlu;
+      require(binary == (o->b >= 0), "wrong number of inputs");
+      require(!binary || (width(o->b) == width(o->a) && is_row(o->b) == is_row(o->a)), "bad op inputs");
+      if (o->op == RowOp::kNorm) check_norm(o->norm, width(o->a));
+      if (o->op == RowOp::kRope) {
+        require(!is_row(o->a) && o->head_dim > 0 && width(o->a) % o->head_dim == 0 && o->rope.table >= 0,
+                "bad rope");
+        check_rope(o->rope, o->head_dim);
+      }
+    }
+  }
+
+  cache_memory_ = Region(kv_block_bytes() * static_cast<size_t>(cache_.num_blocks) + kPrefetchSlack, true);
+  std::byte* base = cache_memory_.data();
+  for (const CacheShape::Layer& c : cache_.layers) {
+    const size_t head_bytes = kv_head_bytes(cache_.type, c.k_dim, c.v_dim);
+    layers_.push_back({.data = base,
+                       .type = cache_.type,
+                       .n_kv_heads = c.n_kv_heads,
+                       .k_dim = c.k_dim,
+                       .v_dim = c.v_dim,
+                       .head_bytes = head_bytes});
+    base += head_bytes * static_cast<size_t>(c.n_kv_heads) * static_cast<size_t>(cache_.num_blocks);
+  }
+
+  num_loops_ = 1 + kLoopsPerPhase * static_cast<int>(phases_.size());
+  counters_ = std::make_unique<Counter[]>(static_cast<size_t>(num_loops_));
+
+  size_t attention_bytes = 0;
+  for (const PlannedPhase& p : phases_) {
+    if (const auto* a = std::get_if<AttentionPhase>(&p.phase)) {
+      attention_bytes = std::max(
+          attention_bytes, attention_scratch_bytes(a->n_heads / a->n_kv_heads, a->head_dim, a->v_head_dim));
+    }
+  }
+  const size_t kernel_bytes = align64(std::max(gemm_scratch_bytes(), attention_bytes));
+  const size_t tile_floats = static_cast<size_t>(kBlockGroups * kTokenGroup * kTileLd);
+  for (int i = 0; i < pool_->size(); ++i) {
+    Scratch s;
+    // The pieces start at different offsets within a page: buffers at equal offsets modulo 4096 evict one
+    // another.
+    const size_t pad = 64 * 5;
+    size_t total = kernel_bytes + pad, acts[3];
+    for (int k = 0; k < 3; ++k) {
+      acts[k] = max_cols_[k] == 0 ? 0 : activation_group_bytes(static_cast<ActKind>(k), max_cols_[k]) + pad;
+      total += acts[k];
+    }
+    const size_t row_bytes = align64(static_cast<size_t>(kTokenGroup * max_norm_cols_) * sizeof(float)) + pad;
+    const size_t head_bytes = align64(static_cast<size_t>(max_heads_width_) * sizeof(float)) + pad;
+    total += row_bytes + head_bytes + 2 * (tile_floats * sizeof(float) + pad);
+    s.memory = Region(total);
+    std::byte* at = s.memory.data();
+    const auto take = [&](size_t bytes) {
+      std::byte* result = at;
+      at += bytes;
+      return result;
+    };
+    s.kernel = take(kernel_bytes + pad);
+    for (int k = 0; k < 3; ++k) s.acts[k] = take(acts[k]);
+    s.rows = reinterpret_cast<float*>(take(row_bytes));
+    s.heads = reinterpret_cast<float*>(take(head_bytes));
+    for (float*& t : s.tile) t = reinterpret_cast<float*>(take(tile_floats * sizeof(float) + pad));
+    scratch_.push_back(std::move(s));
+  }
+}
+
+size_t Model::kv_block_bytes(const CacheShape& cache) {
+  size_t bytes = 0;
+  for (const CacheShape::Layer& c : cache.layers) {
+    bytes += kv_head_bytes(cache.type, c.k_dim, c.v_dim) * static_cast<size_t>(c.n_kv_heads);
+  }
+  return bytes;
+}
+
+size_t Model::kv_block_bytes() const { return kv_block_bytes(cache_); }
+
+// ------------------------------------------------------------------------------------------------ one step
+
+void Model::check(const StepInput& in) const {
+  const auto tokens = static_cast<int64_t>(in.token_ids.size());
+  const auto seqs = static_cast<int64_t>(in.seq_lens.size());
+  require(tokens > 0 && seqs > 0, "an empty batch");
+  require(tokens <= INT32_MAX, "too many tokens in one batch");
+  require(static_cast<int64_t>(in.positions.size()) == tokens &&
+              static_cast<int64_t>(in.slot_mapping.size()) == tokens &&
+              static_cast<int64_t>(in.query_start.size()) == seqs + 1 && in.block_table_width >= 0 &&
+              static_cast<int64_t>(in.block_tables.size()) == seqs * in.block_table_width,
+          "the arrays of a batch do not fit together");
+  require(in.query_start[0] == 0 && in.query_start[static_cast<size_t>(seqs)] == tokens,
+          "query_start does not cover the tokens");
+  int64_t vocab = INT32_MAX;
+  for (const PlannedPhase& p : phases_) {
+    if (const auto* e = std::get_if<EmbedPhase>(&p.phase))
+      vocab = std::min(vocab, weights_[static_cast<size_t>(e->weight)].rows);
+  }
+  for (const int32_t id : in.token_ids) require(id >= 0 && id < vocab, "a token id outside the vocabulary");
+  const int64_t num_slots = int64_t{cache_.num_blocks} * kKvBlock;
+  for (int64_t s = 0; s < seqs; ++s) {
+    const int64_t t0 = in.query_start[static_cast<size_t>(s)],
+                  t1 = in.query_start[static_cast<size_t>(s) + 1];
+    const int64_t length = in.seq_lens[static_cast<size_t>(s)];
+    require(t0 < t1 && t1 <= tokens && length >= t1 - t0, "a sequence's tokens and length do not fit");
+    require((length + kKvBlock - 1) / kKvBlock <= in.block_table_width,
+            "a block table is too short for its sequence");
+    const int32_t* table = in.block_tables.data() + s * in.block_table_width;
+    for (int64_t b = 0; b < (length + kKvBlock - 1) / kKvBlock; ++b) {
+      require(table[b] >= 0 && table[b] < cache_.num_blocks, "a block id outside the cache");
+    }
+    for (int64_t t = t0; t < t1; ++t) {
+      const int64_t position = length - (t1 - t);
+      require(in.positions[static_cast<size_t>(t)] == position,
+              "positions are not the last ones of the sequence");
+      const int64_t slot = in.slot_mapping[static_cast<size_t>(t)];
+      require(slot >= 0 && slot < num_slots &&
+                  slot == int64_t{table[position / kKvBlock]} * kKvBlock + position % kKvBlock,
+              "slot_mapping does not agree with the block table");
+    }
+  }
+  int64_t previous = -1;
+  for (const int32_t row : in.logits_rows) {
+    require(row > previous && row < tokens, "logits_rows is not ascending or out of range");
+    previous = row;
+  }
+}
+
+void Model::reserve(int64_t tokens, int64_t logits_rows) {
+  if (tokens > token_capacity_) {
+    token_capacity_ = tokens;
+    for (Slot& s : slots_) {
+      if (!s.logits_row) s.memory = Region(static_cast<size_t>(tokens * s.width) * sizeof(float) + 64);
+    }
+    rope_memory_ = Region(static_cast<size_t>(tokens) * rope_floats_ * sizeof(float) + 64);
+    rotated_ = Region(static_cast<size_t>(tokens * max_heads_width_) * sizeof(float) + 64);
+    for (int k = 0; k < 3; ++k) {
+      if (max_cols_[k] == 0) continue;
+      shared_acts_[k] = Region(static_cast<size_t>(groups_of(tokens)) *
+                               activation_group_bytes(static_cast<ActKind>(k), max_cols_[k]));
+    }
+  }
+  if (logits_rows > logits_capacity_) {
+    logits_capacity_ = logits_rows;
+    for (Slot& s : slots_) {
+      if (s.logits_row) s.memory = Region(static_cast<size_t>(logits_rows * s.width) * sizeof(float) + 64);
+    }
+  }
+}
+
+void Model::prepare_step(const StepInput& input) {
+  input_ = input;
+  num_tokens_ = static_cast<int64_t>(input.token_ids.size());
+  num_logits_ = static_cast<int64_t>(input.logits_rows.size());
+  num_seqs_ = static_cast<int64_t>(input.seq_lens.size());
+  reserve(num_tokens_, num_logits_);
+  for (int i = 0; i < num_loops_; ++i)
+    counters_[static_cast<size_t>(i)].next.store(0, std::memory_order_relaxed);
+
+  tiles_.clear();
+  decode_only_ = true;
+  int most_chunks = 0;
+  for (int s = 0; s < static_cast<int>(num_seqs_); ++s) {
+    const int t0 = input.query_start[static_cast<size_t>(s)],
+              t1 = input.query_start[static_cast<size_t>(s) + 1];
+    decode_only_ = decode_only_ && t1 - t0 == 1;
+    for (int t = t0; t < t1; t += kMaxQueriesPerCall) {
+      const int n = std::min(kMaxQueriesPerCall, t1 - t);
+      const int first = input.positions[static_cast<size_t>(t)];
+      tiles_.push_back({.seq = s,
+                        .token = t,
+                        .n = n,
+                        .first_position = first,
+                        .chunk0 = 0,
+                        .chunk1 = (first + n - 1) / kKvChunk + 1,
+                        .partial_offset = 0});
+      most_chunks = std::max(most_chunks, tiles_.back().chunk1);
+    }
+  }
+  // The longest first, so that no thread is left with a long one at the end.
+  std::stable_sort(tiles_.begin(), tiles_.end(),
+                   [](const Tile& a, const Tile& b) { return a.chunk1 * a.n > b.chunk1 * b.n; });
+  split_chunks_ = pool_->size() > 1 && most_chunks > 1 && static_cast<int>(tiles_.size()) < 2 * pool_->size();
+  if (split_chunks_) {
+    split_items_.clear();
+    size_t offset = 0;
+    for (int i = 0; i < static_cast<int>(tiles_.size()); ++i) {
+      Tile& t = tiles_[static_cast<size_t>(i)];
+      t.partial_offset = offset;
+      offset += static_cast<size_t>(t.chunk1) * static_cast<size_t>(t.n) * partial_unit_;
+      split_items_.insert(split_items_.end(), static_cast<size_t>(t.chunk1), i);
+    }
+    if (split_partials_.size() < offset) split_partials_.resize(offset);
+  } else {
+    size_t most = 0;
+    for (const Tile& t : tiles_)
+      most = std::max(most, static_cast<size_t>(t.chunk1) * static_cast<size_t>(t.n));
+    for (Scratch& s : scratch_) {
+      if (s.partials.size() < most * group_partial_unit_) s.partials.resize(most * group_partial_unit_);
+    }
+  }
+  decode_only_ = decode_only_ && !split_chunks_;
+}
+
+std::span<const float> Model::run(const StepInput& input) {
+  check(input);
+  prepare_step(input);
+  auto body = [&](Member& m) {
+    if (!rope_tables_.empty()) {
+      fill_rope_tables(0);
+      m.barrier();
+    }
+    int loop = 1;
+    for (const PlannedPhase& p : phases_) {
+      execute(p, loop, m);
+      loop += kLoopsPerPhase;
+      m.barrier();
+    }
+  };
+  pool_->run(body);
+  return {value(output_), static_cast<size_t>(rows(output_) * vocab_size())};
+}
+
+float* Model::value(ValueId id) const {
+  const ValueInfo& v = values_[static_cast<size_t>(id)];
+  return reinterpret_cast<float*>(slots_[static_cast<size_t>(v.slot)].memory.data());
+}
+
+template <typename F>
+void Model::parallel(int loop, int64_t n, F&& f) {
+  std::atomic<int64_t>& next = counters_[static_cast<size_t>(loop)].next;
+  for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < n;
+       i = next.fetch_add(1, std::memory_order_relaxed))
+    f(i);
+}
+
+void Model::execute(const PlannedPhase& p, int loop, Member& m) {
+  if (const auto* e = std::get_if<EmbedPhase>(&p.phase)) {
+    execute_embed(*e, loop);
+  } else if (const auto* l = std::get_if<LinearPhase>(&p.phase)) {
+    if (rows(l->input) > 0) execute_linear(p, *l, loop, m);
+  } else if (const auto* a = std::get_if<AttentionPhase>(&p.phase)) {
+    execute_attention(*a, loop, m);
+  } else if (const auto* r = std::get_if<RowsPhase>(&p.phase)) {
+    execute_rows(*r, loop);
+  } else if (const auto* o = std::get_if<RowOpPhase>(&p.phase)) {
+    execute_row_op(*o, loop);
+  }
+}
+
+void Model::fill_rope_tables(int loop) {
+  constexpr int64_t kStep = 8;
+  float* out = reinterpret_cast<float*>(rope_memory_.data());
+  parallel(loop, (num_tokens_ + kStep - 1) / kStep, [&](int64_t item) {
+    for (int64_t t = item * kStep; t < std::min(num_tokens_, (item + 1) * kStep); ++t) {
+      const auto position = static_cast<float>(input_.positions[static_cast<size_t>(t)]);
+      for (const RopeTable& table : rope_tables_) {
+        float* row = out + static_cast<size_t>(t) * rope_floats_ + table.offset;
+        for (size_t i = 0; i < table.inv_freq.size(); ++i) {
+          const float angle = position * table.inv_freq[i];
+          row[2 * i] = std::cos(angle) * table.mscale;
+          row[2 * i + 1] = std::sin(angle) * table.mscale;
+        }
+      }
+    }
+  });
+}
+
+const float* Model::rope_row(const RopeSpec& rope, int64_t token) const {
+  return reinterpret_cast<const float*>(rope_memory_.data()) + static_cast<size_t>(token) * rope_floats_ +
+         rope_tables_[static_cast<size_t>(rope.table)].offset;
+}
+
+void Model::normalize(const NormSpec& norm, const float* x, int64_t width, float* out) const {
+  if (norm.kind == NormKind::kLayer) {
+    kernels_.layer_norm(x, vector(norm.weight), vector(norm.bias), norm.eps, static_cast<int>(width), out);
+    return;
+  }
+  const int64_t step = norm.head_dim != 0 ? norm.head_dim : width;
+  for (int64_t i = 0; i < width; i += step) {
+    kernels_.rms_norm(x + i, vector(norm.weight), norm.eps, static_cast<int>(step), out + i);
+  }
+}
+
+void Model::execute_embed(const EmbedPhase& ph, int loop) {
+  const Weight& w = weights_[static_cast<size_t>(ph.weight)];
+  float* out = value(ph.out);
+  parallel(loop, num_tokens_, [&](int64_t t) {
+    kernels_.decode_row(w, input_.token_ids[static_cast<size_t>(t)], out + t * w.cols);
+  });
+}
+
+void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loop, Member& m) {
+  const int64_t tokens = rows(ph.input), groups = groups_of(tokens), cols = p.cols;
+  const float* x = value(ph.input);
+  Scratch& scratch = scratch_[static_cast<size_t>(m.thread())];
+
+  // Normalizing and quantizing one group costs less than a barrier, so with one group every thread does it
+  // for itself.
+  const bool shared = groups > 1;
+  Activations acts[3];
+  for (int k = 0; k < 3; ++k) {
+    if (!p.uses[k]) continue;
+    acts[k] = {.kind = static_cast<ActKind>(k),
+               .tokens = tokens,
+               .cols = cols,
+               .data = shared ? shared_acts_[k].data() : scratch.acts[k],
+               .group_bytes = activation_group_bytes(static_cast<ActKind>(k), cols)};
+  }
+  const auto prepare_group = [&](int64_t g) {
+    const float* from = x;
+    if (ph.norm.kind != NormKind::kNone) {
+      const int64_t t0 = g * kTokenGroup, t1 = std::min(tokens, t0 + kTokenGroup);
+      for (int64_t t = t0; t < t1; ++t)
+        normalize(ph.norm, x + t * cols, cols, scratch.rows + (t - t0) * cols);
+      from = scratch.rows - t0 * cols;  // prepare() counts rows from token 0
+    }
+    for (int k = 0; k < 3; ++k) {
+      if (p.uses[k]) kernels_.prepare(from, static_cast<size_t>(cols), g, g + 1, acts[k]);
+    }
+  };
+  if (shared) {
+    parallel(loop, groups, prepare_group);
+    m.barrier();
+  } else {
+    prepare_group(0);
+  }
+
+  const int64_t blocks = (groups + kBlockGroups - 1) / kBlockGroups;
+  parallel(loop + 1, static_cast<int64_t>(p.segments.size()) * blocks, [&](int64_t item) {
+    const int64_t g0 = item % blocks * kBlockGroups;
+    linear_item(ph, p.segments[static_cast<size_t>(item / blocks)], acts, g0,
+                std::min(groups, g0 + kBlockGroups), tokens, scratch);
+  });
+}
+
+void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activations* acts, int64_t g0,
+                        int64_t g1, int64_t tokens, Scratch& scratch) const {
+  const LinearSpec& spec = ph.linears[static_cast<size_t>(s.linear)];
+  const Weight& w = weights_[static_cast<size_t>(spec.weight)];
+  const int64_t t0 = g0 * kTokenGroup, t1 = std::min(tokens, g1 * kTokenGroup);
+  const int64_t r0 = s.p0 * kPanelRows, n = std::min(w.rows, s.p1 * kPanelRows) - r0;
+  float* out = value(spec.out);
+  const float* bias = vector(spec.bias);
+
+  if (spec.up_weight < 0) {
+    kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w))], g0, g1, out,
+                  static_cast<size_t>(w.rows), scratch.kernel);
+    const float* residual = spec.residual < 0 ? nullptr : value(spec.residual);
+    for (int64_t t = t0; t < t1 && (bias != nullptr || residual != nullptr); ++t) {
+      float* row = out + t * w.rows + r0;
+      if (bias != nullptr) kernels_.add(row, bias + r0, n, row);
+      if (residual != nullptr) kernels_.add(residual + t * w.rows + r0, row, n, row);
+    }
+    return;
+  }
+  const Weight& up = weights_[static_cast<size_t>(spec.up_weight)];
+  const float* up_bias = vector(spec.up_bias);
+  const int64_t origin = t0 * kTileLd + r0;  // gemm() counts tokens and rows from 0
+  kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w))], g0, g1, scratch.tile[0] - origin, kTileLd,
+                scratch.kernel);
+  kernels_.gemm(up, s.p0, s.p1, acts[static_cast<int>(act_kind(up))], g0, g1, scratch.tile[1] - origin,
+                kTileLd, scratch.kernel);
+  for (int64_t t = t0; t < t1; ++t) {
+    float* a = scratch.tile[0] + (t - t0) * kTileLd;
+    float* b = scratch.tile[1] + (t - t0) * kTileLd;
+    if (bias != nullptr) kernels_.add(a, bias + r0, n, a);
+    if (up_bias != nullptr) kernels_.add(b, up_bias + r0, n, b);
+    kernels_.glu(spec.act, a, b, n, out + t * w.rows + r0);
+  }
+}
+
+// Norm and rotation of the group's query heads into `rotated_`, and of the key; then key and value go to the
+// cache.
+void Model::append(const AttentionPhase& ph, int64_t t0, int64_t t1, int kv_head, Scratch& scratch) const {
+  const int group = ph.n_heads / ph.n_kv_heads, d = ph.head_dim;
+  const int64_t q_width = int64_t{ph.n_heads} * d, k_width = int64_t{ph.n_kv_heads} * d,
+                v_width = int64_t{ph.n_kv_heads} * ph.v_head_dim;
+  float* rotated = reinterpret_cast<float*>(rotated_.data());
+  const auto turn = [&](const NormSpec& norm, const RopeSpec& rope, int64_t t, const float* x, float* out) {
+    if (norm.kind != NormKind::kNone) {
+      normalize(norm, x, d, out);
+      x = out;
+    }
+    if (rope.table >= 0) {
+      const int pairs = static_cast<int>(rope_tables_[static_cast<size_t>(rope.table)].inv_freq.size());
+      kernels_.rope(rope.style, x, rope_row(rope, t), pairs, d, out);
+    } else if (x != out) {
+      std::memcpy(out, x, static_cast<size_t>(d) * sizeof(float));
+    }
+  };
+  for (int64_t t = t0; t < t1; ++t) {
+    const float* q = value(ph.q) + t * q_width + int64_t{kv_head} * group * d;
+    float* to = rotated + t * q_width + int64_t{kv_head} * group * d;
+    for (int h = 0; h < group; ++h) turn(ph.q_norm, ph.q_rope, t, q + h * d, to + h * d);
+    turn(ph.k_norm, ph.k_rope, t, value(ph.k) + t * k_width + int64_t{kv_head} * d, scratch.heads);
+    kernels_.kv_append(layers_[static_cast<size_t>(ph.layer)], kv_head, input_.slot_mapping.data() + t, 1,
+                       scratch.heads, static_cast<size_t>(d),
+                       value(ph.v) + t * v_width + int64_t{kv_head} * ph.v_head_dim,
+                       static_cast<size_t>(v_width));
+  }
+}
+
+AttentionArgs Model::attention_args(const AttentionPhase& ph, const Tile& tile, int kv_head) const {
+  const int group = ph.n_heads / ph.n_kv_heads;
+  const int64_t q_width = int64_t{ph.n_heads} * ph.head_dim;
+  return {.layer = &layers_[static_cast<size_t>(ph.layer)],
+          .kv_head = kv_head,
+          .group = group,
+          .scale = ph.scale,
+          .softcap = ph.softcap,
+          .window = ph.window,
+          .block_table = input_.block_tables.data() + tile.seq * input_.block_table_width,
+          .q = reinterpret_cast<const float*>(rotated_.data()) + tile.token * q_width +
+               int64_t{kv_head} * group * ph.head_dim,
+          .ldq = static_cast<size_t>(q_width),
+          .first_position = tile.first_position,
+          .n_queries = tile.n};
+}
+
+namespace {
+int first_chunk(const AttentionPhase& ph, int first_position) {
+  return ph.window == 0 ? 0 : std::max(0, first_position - ph.window + 1) / kKvChunk;
+}
+}  // namespace
+
+void Model::attend_tile(const AttentionPhase& ph, const Tile& tile, int kv_head, Scratch& scratch) const {
+  const AttentionArgs args = attention_args(ph, tile, kv_head);
+  const size_t unit = partial_floats(ph.v_head_dim),
+               chunk_floats = static_cast<size_t>(tile.n * args.group) * unit;
+  const int c0 = first_chunk(ph, tile.first_position), chunks = tile.chunk1 - c0;
+  for (int c = 0; c < chunks; ++c) {
+    kernels_.attend_chunk(args, c0 + c, scratch.partials.data() + static_cast<size_t>(c) * chunk_floats,
+                          scratch.kernel);
+  }
+  for (int q = 0; q < tile.n; ++q) {
+    float* out = value(ph.out) + (int64_t{tile.token} + q) * ph.n_heads * ph.v_head_dim +
+                 int64_t{kv_head} * args.group * ph.v_head_dim;
+    for (int h = 0; h < args.group; ++h) {
+      kernels_.attend_reduce(scratch.partials.data() + static_cast<size_t>(q * args.group + h) * unit, chunks,
+                             chunk_floats, ph.v_head_dim, out + int64_t{h} * ph.v_head_dim);
+    }
+  }
+}
+
+void Model::execute_attention(const AttentionPhase& ph, int loop, Member& m) {
+  Scratch& scratch = scratch_[static_cast<size_t>(m.thread())];
+  const int heads = ph.n_kv_heads;
+  if (decode_only_) {
+    parallel(loop, static_cast<int64_t>(tiles_.size()) * heads, [&](int64_t item) {
+      const Tile& tile = tiles_[static_cast<size_t>(item / heads)];
+      const int head = static_cast<int>(item % heads);
+      append(ph, tile.token, tile.token + 1, head, scratch);
+      attend_tile(ph, tile, head, scratch);
+    });
+    return;
+  }
+  constexpr int64_t kStep = 16;
+  parallel(loop, (num_tokens_ + kStep - 1) / kStep * heads, [&](int64_t item) {
+    const int64_t t0 = item / heads * kStep;
+    append(ph, t0, std::min(num_tokens_, t0 + kStep), static_cast<int>(item % heads), scratch);
+  });
+  m.barrier();
+  if (!split_chunks_) {
+    parallel(loop + 1, static_cast<int64_t>(tiles_.size()) * heads, [&](int64_t item) {
+      attend_tile(ph, tiles_[static_cast<size_t>(item / heads)], static_cast<int>(item % heads), scratch);
+    });
+    return;
+  }
+  const int group = ph.n_heads / heads;
+  const size_t unit = partial_floats(ph.v_head_dim);
+  // Partials of a tile: [chunk][kv head][query][head of the group].
+  parallel(loop + 1, static_cast<int64_t>(split_items_.size()) * heads, [&](int64_t item) {
+    const auto i = static_cast<size_t>(item / heads);
+    const int head = static_cast<int>(item % heads);
+    const Tile& tile = tiles_[static_cast<size_t>(split_items_[i])];
+    const auto first = std::lower_bound(split_items_.begin(), split_items_.end(), split_items_[i]);
+    const int chunk = static_cast<int>(split_items_.begin() + static_cast<std::ptrdiff_t>(i) - first);
+    if (chunk < first_chunk(ph, tile.first_position)) return;
+    float* out = split_partials_.data() + tile.partial_offset +
+                 static_cast<size_t>((chunk * heads + head) * tile.n * group) * unit;
+    kernels_.attend_chunk(attention_args(ph, tile, head), chunk, out, scratch.kernel);
+  });
+  m.barrier();
+  parallel(loop + 2, static_cast<int64_t>(tiles_.size()) * heads, [&](int64_t item) {
+    reduce_tile(ph, tiles_[static_cast<size_t>(item / heads)], static_cast<int>(item % heads),
+                split_partials_.data());
+  });
+}
+
+void Model::reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head,
+                        const float* partials) const {
+  const int group = ph.n_heads / ph.n_kv_heads, c0 = first_chunk(ph, tile.first_position);
+  const size_t unit = partial_floats(ph.v_head_dim);
+  const size_t chunk_floats = static_cast<size_t>(ph.n_heads * tile.n) * unit;
+  const float* from = partials + tile.partial_offset + static_cast<size_t>(c0) * chunk_floats +
+                      static_cast<size_t>(kv_head * tile.n * group) * unit;
+  for (int q = 0; q < tile.n; ++q) {
+    float* out = value(ph.out) + (int64_t{tile.token} + q) * ph.n_heads * ph.v_head_dim +
+                 int64_t{kv_head} * group * ph.v_head_dim;
+    for (int h = 0; h < group; ++h) {
+      kernels_.attend_reduce(from + static_cast<size_t>(q * group + h) * unit, tile.chunk1 - c0, chunk_floats,
+                             ph.v_head_dim, out + int64_t{h} * ph.v_head_dim);
+    }
+  }
+}
+
+void Model::execute_rows(const RowsPhase& ph, int loop) {
+  const int64_t width = values_[static_cast<size_t>(ph.input)].width;
+  const float* x = value(ph.input);
+  float* out = value(ph.out);
+  parallel(loop, num_logits_, [&](int64_t r) {
+    std::memcpy(out + r * width, x + input_.logits_rows[static_cast<size_t>(r)] * width,
+                static_cast<size_t>(width) * sizeof(float));
+  });
+}
+
+void Model::execute_row_op(const RowOpPhase& ph, int loop) {
+  const int64_t in_width = values_[static_cast<size_t>(ph.a)].width,
+                width = values_[static_cast<size_t>(ph.out)].width;
+  constexpr int64_t kStep = 4;
+  const int64_t n = rows(ph.out);
+  parallel(loop, (n + kStep - 1) / kStep, [&](int64_t item) {
+    for (int64_t r = item * kStep; r < std::min(n, (item + 1) * kStep); ++r) {
+      const float* a = value(ph.a) + r * in_width;
+      const float* b = ph.b < 0 ? nullptr : value(ph.b) + r * in_width;
+      float* out = value(ph.out) + r * width;
+      switch (ph.op) {
+        case RowOp::kAdd:
+          kernels_.add(a, b, width, out);
+          break;
+        case RowOp::kMul:
+          kernels_.mul(a, b, width, out);
+          break;
+        case RowOp::kScale:
+          kernels_.scale(a, ph.number, width, out);
+          break;
+        case RowOp::kSoftcap:
+          kernels_.softcap(a, ph.number, width, out);
+          break;
+        case RowOp::kGlu:
+          kernels_.glu(ph.act, a, b, width, out);
+          break;
+        case RowOp::kSlice:
+          std::memcpy(out, a + ph.start, static_cast<size_t>(width) * sizeof(float));
+          break;
+        case RowOp::kNorm:
+          normalize(ph.norm, a, width, out);
+          break;
+        case RowOp::kRope: {
+          const int pairs =
+              static_cast<int>(rope_tables_[static_cast<size_t>(ph.rope.table)].inv_freq.size());
+          for (int64_t h = 0; h < width; h += ph.head_dim) {
+            kernels_.rope(ph.rope.style, a + h, rope_row(ph.rope, r), pairs, ph.head_dim, out + h);
+          }
+          break;
+        }
+      }
+    }
+  });
+}
+
+}  // namespace caudal

@@ -1,0 +1,113 @@
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/pool.h"
+
+using caudal::Member;
+using caudal::Region;
+using caudal::ThreadPool;
+
+TEST_CASE("every thread runs every phase, and no thread passes a barrier early") {
+  for (const int size : {1, 2, 3, 5}) {
+    ThreadPool pool(size, false);
+    for (int round = 0; round < 200; ++round) {
+      std::vector<std::atomic<int>> done(20);
+      std::atomic<int> early{0};
+      auto body = [&](Member& m) {
+        for (size_t phase = 0; phase < done.size(); ++phase) {
+          done[phase].fetch_add(1);
+          m.barrier();
+          if (done[phase].load() != m.active()) early.fetch_add(1);
+        }
+      };
+      pool.run(body);
+      CHECK(early.load() == 0);
+      for (const auto& n : done) CHECK(n.load() >= 1);
+    }
+  }
+}
+
+TEST_CASE("a run's writes are seen by the caller and by later phases") {
+  ThreadPool pool(4, true);
+  std::vector<int> data(10000);
+  for (int round = 1; round < 50; ++round) {
+    std::atomic<size_t> next{0}, second{0};
+    auto body = [&](Member& m) {
+      for (size_t i = next.fetch_add(100); i < data.size(); i = next.fetch_add(100)) {
+        std::fill_n(data.begin() + static_cast<std::ptrdiff_t>(i), 100, round);
+      }
+      m.barrier();
+      for (size_t i = second.fetch_add(100); i < data.size(); i = second.fetch_add(100)) {
+        for (size_t j = i; j < i + 100; ++j) data[j] += data[j] == round ? 1 : -1000000;
+      }
+    };
+    pool.run(body);
+    CHECK(std::accumulate(data.begin(), data.end(), int64_t{0}) == int64_t{10000} * (round + 1));
+  }
+}
+
+TEST_CASE("threads that slept wake up again") {
+  ThreadPool pool(3, false);
+  for (int round = 0; round < 5; ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    std::atomic<int> ran{0};
+    auto body = [&](Member& m) {
+      m.barrier();
+      ran.fetch_add(1);
+    };
+    pool.run(body);
+    CHECK(ran.load() >= 1);
+  }
+}
+
+TEST_CASE("a thread that is repeatedly late is benched, work goes on, and it comes back") {
+  ThreadPool pool(2, false);
+  const auto slow_run = [&](int late_thread) {
+    std::atomic<int> ran{0};
+    auto body = [&](Member& m) {
+      ran.fetch_add(1);
+      if (m.thread() == late_thread) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      m.barrier();
+    };
+    pool.run(body);
+    return ran.load();
+  };
+  for (const int late : {1, 0}) {
+    int benched_after = 0;
+    while (pool.num_benched() == 0 && benched_after < 20) {
+      slow_run(late);
+      ++benched_after;
+    }
+    CHECK(pool.num_benched() == 1);
+    CHECK(slow_run(late) == 1);
+    for (int i = 0; i < 40 && pool.num_benched() != 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      slow_run(-1);
+    }
+    CHECK(pool.num_benched() == 0);
+    CHECK(slow_run(-1) == 2);
+  }
+}
+
+TEST_CASE("a pool can be made and dropped without ever running") {
+  for (int i = 0; i < 50; ++i) ThreadPool pool(4, true);
+  CHECK(ThreadPool::usable_cpus() >= 1);
+}
+
+TEST_CASE("regions are aligned, zeroed and movable") {
+  Region empty;
+  CHECK(empty.data() == nullptr);
+  Region a(3 << 20, true);
+  CHECK(reinterpret_cast<uintptr_t>(a.data()) % (2 << 20) == 0);
+  CHECK(a.data()[12345] == std::byte{0});
+  std::byte* p = a.data();
+  Region b(std::move(a));
+  CHECK(b.data() == p);
+  CHECK_THROWS_AS(Region(SIZE_MAX - 100), std::bad_alloc);
+}

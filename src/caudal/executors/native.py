@@ -1,0 +1,136 @@
+"""The CPU executor: a Program lowered to the native core, one native call per step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from caudal import _native
+from caudal.config import EngineConfig, format_size
+from caudal.core import InsufficientMemoryError, UnsupportedModelError
+from caudal.executors.base import KVLayout
+from caudal.executors.lowering import Lowering, Progress, kv_layers, packed_bytes
+from caudal.executors.memory import available_memory
+from caudal.graph.passes import early_last_tokens, remove_dead_ops
+from caudal.models import build_program
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from caudal.core import Batch
+    from caudal.formats import Checkpoint
+    from caudal.graph.program import Program
+
+BLOCK_SIZE = 32  # tokens; kKvBlock of the native core
+_DEFAULT_SEQUENCES = 4  # of full length that the cache holds unless told otherwise; pages are used as they fill
+_RESERVE = 256 << 20  # bytes left to the rest of the process and the system
+
+
+class NativeExecutor:
+    """Implements `executors.base.Executor`. Results do not depend on the batch or the number of threads."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, *, progress: Progress | None = None) -> None:
+        """Records, packs and plans the model.
+
+        Raises UnsupportedModelError (a part of the model or an option that is not supported), InvalidModelFileError
+        and InsufficientMemoryError.
+        """
+        model_config, program = build_program(checkpoint)
+        program = remove_dead_ops(early_last_tokens(program))
+        _check_types(program, checkpoint)
+        if config.max_model_len > model_config.context_length:
+            raise UnsupportedModelError(
+                f"the model was made for at most {model_config.context_length} tokens of context, "
+                f"but {config.max_model_len} are asked for (--ctx)"
+            )
+        weight_bytes = packed_bytes(program, checkpoint)
+        block_bytes = _native.kv_block_bytes(config.kv_type, kv_layers(program))
+        self._max_model_len, num_blocks = _size_cache(
+            config, model_config.context_length, block_bytes=block_bytes, weight_bytes=weight_bytes
+        )
+        self._kv_layout = KVLayout(BLOCK_SIZE, num_blocks, block_bytes, config.kv_type)
+        self.pool = _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
+        try:
+            self._model: _native.Model | None = _native.Model(self.pool, config.isa, weight_bytes)
+            Lowering(program, checkpoint, self._model, progress).run(kv_type=config.kv_type, num_blocks=num_blocks)
+        except MemoryError as error:
+            raise InsufficientMemoryError(
+                f"the system did not give {format_size(weight_bytes + num_blocks * block_bytes)} for weights and cache"
+            ) from error
+        self._vocab_size = self._model.vocab_size
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._kv_layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set in use."""
+        assert self._model is not None, "the executor is closed"
+        return self._model.isa
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """See `Executor.run`. Raises ValueError for arrays that do not describe a possible step."""
+        assert self._model is not None, "the executor is closed"
+        return self._model.run(
+            batch.token_ids,
+            batch.positions,
+            batch.query_start,
+            batch.seq_lens,
+            batch.block_tables,
+            batch.slot_mapping,
+            batch.logits_rows,
+        )
+
+    def close(self) -> None:
+        self._model = None
+
+
+def _check_types(program: Program, checkpoint: Checkpoint) -> None:
+    for op in program.ops:
+        for name in op.weights:
+            quant_type = checkpoint.tensors[name].quant_type
+            if not _native.has_type(quant_type.ggml_id):
+                raise UnsupportedModelError(f"tensor {name} has type {quant_type.name}, which the CPU cannot run yet")
+
+
+def _size_cache(config: EngineConfig, context_length: int, *, block_bytes: int, weight_bytes: int) -> tuple[int, int]:
+    """(context length, number of cache blocks) that the configuration asks for or memory allows."""
+    free = available_memory() - weight_bytes - _RESERVE
+    if free < block_bytes:
+        raise InsufficientMemoryError(
+            f"the packed weights need {format_size(weight_bytes)} and one block of cache {format_size(block_bytes)}, "
+            f"but only {format_size(max(0, available_memory() - _RESERVE))} of memory are free"
+        )
+    wanted = config.max_model_len or context_length
+    blocks_per_sequence = -(-wanted // BLOCK_SIZE)
+    if config.kv_cache_memory:
+        num_blocks = config.kv_cache_memory // block_bytes
+        if num_blocks == 0:
+            raise InsufficientMemoryError(
+                f"one block of {BLOCK_SIZE} tokens takes {format_size(block_bytes)} of cache, "
+                f"more than --kv-cache-memory {format_size(config.kv_cache_memory)}"
+            )
+        if config.kv_cache_memory > free:
+            raise InsufficientMemoryError(
+                f"--kv-cache-memory {format_size(config.kv_cache_memory)} and weights of {format_size(weight_bytes)} "
+                f"do not fit in the {format_size(available_memory())} that are free"
+            )
+    else:
+        num_blocks = min(_DEFAULT_SEQUENCES * blocks_per_sequence, free // block_bytes)
+        if config.max_model_len and num_blocks < blocks_per_sequence:
+            raise InsufficientMemoryError(
+                f"a context of {wanted} tokens takes {format_size(blocks_per_sequence * block_bytes)} of cache, "
+                f"but only {format_size(free)} are free; ask for less (--ctx) or use --kv-type q8"
+            )
+    if not config.max_model_len:
+        wanted = min(wanted, num_blocks * BLOCK_SIZE)
+    return wanted, num_blocks
