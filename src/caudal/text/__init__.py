@@ -1,0 +1,1 @@
+"""Text on either side of the model: tokenizers, incremental detokenization, chat templates."""
