@@ -1,0 +1,106 @@
+#include <doctest/doctest.h>
+
+#include "matrices.h"
+
+namespace caudal::test {
+namespace {
+
+// The number that a packed matrix holds at [row, k].
+float at(const Matrix& m, const std::vector<std::byte>& packed, int64_t row, int64_t k) {
+  const std::byte* panel =
+      packed.data() + static_cast<size_t>(row / kPanelRows) * packed_panel_bytes(m.type, m.cols);
+  const int64_t r = row % kPanelRows, i = k % kBlock;
+  if (m.type == QuantType::kQ4_1) {
+    const auto& b = reinterpret_cast<const PanelQ4_1*>(panel)[k / kBlock];
+    const int pair = b.codes[i % 16 / 4][r][i % 4];
+    return half_to_float(b.d[r]) * static_cast<float>(i < 16 ? pair & 15 : pair >> 4) + half_to_float(b.m[r]);
+  }
+  const auto& b = reinterpret_cast<const PanelQ8_0*>(panel)[k / kBlock];
+  return half_to_float(b.d[r]) * static_cast<float>(b.codes[i / 4][r][i % 4]);
+}
+
+}  // namespace
+
+TEST_CASE("packed panels hold the same numbers, and zeros behind the last row") {
+  for (const QuantType type : {QuantType::kQ4_1, QuantType::kQ8_0}) {
+    for (const int64_t cols : {32, 96, 576}) {
+      for (const int64_t rows : {1, 15, 16, 17, 33}) {
+        CAPTURE(std::string(type_info(type)->name));
+        CAPTURE(cols);
+        CAPTURE(rows);
+        const Matrix m = make_matrix(type, rows, cols, Content::kRandom, static_cast<unsigned>(rows * cols));
+        bool equal = true;
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t k = 0; k < cols; ++k) {
+            equal = equal && at(m, m.packed, r, k) == m.values[static_cast<size_t>(r * cols + k)];
+          }
+        }
+        CHECK(equal);
+        for (int64_t r = rows; r < m.weight(true).panels() * kPanelRows; ++r) {
+          for (int64_t k = 0; k < cols; ++k) equal = equal && at(m, m.packed, r, k) == 0.0F;
+        }
+        CHECK(equal);
+      }
+    }
+  }
+}
+
+TEST_CASE("disjoint ranges of panels make the whole") {
+  for (const QuantType type : {QuantType::kQ4_1, QuantType::kQ8_0}) {
+    const Matrix m = make_matrix(type, 83, 96, Content::kRandom, 4);
+    const size_t panel_bytes = packed_panel_bytes(type, m.cols);
+    std::vector<std::byte> parts(m.packed.size(), std::byte{0xAA});
+    for (const int64_t p : {4, 0, 2, 5, 1, 3}) {
+      pack_panels(type, m.file.data(), m.rows, m.cols, p, p + 1,
+                  parts.data() + static_cast<size_t>(p) * panel_bytes);
+    }
+    CHECK(parts == m.packed);
+  }
+}
+
+TEST_CASE("the kind of activations follows from type and layout") {
+  CHECK(act_kind({.type = QuantType::kQ4_1, .packed = true}) == ActKind::kA8);
+  CHECK(act_kind({.type = QuantType::kQ8_0, .packed = true}) == ActKind::kA16);
+  for (const QuantType type : kAllTypes) {
+    CHECK(act_kind({.type = type, .packed = false}) == ActKind::kF32);
+    CHECK(has_packed_layout(type) == (packed_panel_bytes(type, 256) != 0));
+  }
+}
+
+TEST_CASE("half floats convert exactly and round to nearest even") {
+  for (uint32_t bits = 0; bits < 0x10000U; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    const float value = half_to_float(half);
+    const int exponent = static_cast<int>(bits >> 10 & 31U), fraction = static_cast<int>(bits & 1023U);
+    if (exponent == 31 && fraction != 0) {
+      REQUIRE(std::isnan(value));
+      REQUIRE(std::isnan(half_to_float(float_to_half(value))));
+      continue;
+    }
+    double expected = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+    if (exponent == 31) expected = INFINITY;
+    REQUIRE(static_cast<double>(value) == ((bits & 0x8000U) != 0 ? -expected : expected));
+    REQUIRE(float_to_half(value) == half);
+    if ((bits & 0x7FFFU) < 0x7BFFU) {  // halfway to the next number: to the even one
+      const float middle = (value + half_to_float(static_cast<uint16_t>(bits + 1))) / 2.0F;
+      REQUIRE(float_to_half(middle) == (half % 2 == 0 ? half : half + 1));
+      REQUIRE(float_to_half(std::nextafter(middle, value)) == half);
+    }
+  }
+  CHECK(float_to_half(65519.0F) == 0x7BFF);
+  CHECK(float_to_half(65520.0F) == 0x7C00);
+  CHECK(float_to_half(-1e10F) == 0xFC00);
+  CHECK(bf16_to_float(0x3F80) == 1.0F);
+  CHECK(bf16_to_float(0xC000) == -2.0F);
+}
+
+TEST_CASE("unknown types have no information and no decoder") {
+  CHECK(type_info(static_cast<QuantType>(99)) == nullptr);
+  CHECK(type_info(static_cast<QuantType>(16)) == nullptr);
+  float out = 0.0F;
+  const std::byte byte{};
+  CHECK(!decode(static_cast<QuantType>(16), &byte, 0, &out));
+  CHECK(std::string(type_info(QuantType::kIQ4_NL)->name) == "IQ4_NL");
+}
+
+}  // namespace caudal::test
