@@ -12,11 +12,15 @@ from caudal.graph.ops import SPECS, Call, Step
 from caudal.models import build_program
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from caudal.core import Batch
     from caudal.formats import Checkpoint
     from caudal.graph.program import Program
+
+    Array = NDArray[np.float32]
 
 _BLOCK_SIZE = 32
 
@@ -24,14 +28,19 @@ _BLOCK_SIZE = 32
 class ReferenceExecutor:
     """Holds every weight as float32, so it wants several times the memory of a quantized file."""
 
-    def __init__(self, checkpoint: Checkpoint, *, max_model_len: int = 0, num_blocks: int = 0) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, max_model_len: int = 0, num_blocks: int = 0, program: Program | None = None
+    ) -> None:
         """max_model_len: 0: the model's context length. num_blocks: of the cache; 0: room for one sequence.
+        program: a validated one to run in place of the checkpoint's model; max_model_len must then be given.
 
         Raises UnsupportedModelError or InvalidModelFileError (from `build_program`) and InsufficientMemoryError.
         """
-        config, program = build_program(checkpoint)
-        self._max_model_len = min(max_model_len or config.context_length, config.context_length)
-        num_blocks = num_blocks or -(-self._max_model_len // _BLOCK_SIZE)
+        if program is None:
+            config, program = build_program(checkpoint)
+            max_model_len = min(max_model_len or config.context_length, config.context_length)
+        num_blocks = num_blocks or -(-max_model_len // _BLOCK_SIZE)
+        self._max_model_len = max_model_len
         self._program = program
         self._weights = {name: checkpoint.tensors[name].to_float32() for name in program.weight_names}
         self._keys, self._values = _cache(program, num_blocks * _BLOCK_SIZE)
@@ -50,19 +59,10 @@ class ReferenceExecutor:
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
+    def run(self, batch: Batch) -> Array:
         """See `Executor.run`. Raises InvalidRequestError for a token id outside the vocabulary."""
         step = Step(batch, self._keys, self._values, _BLOCK_SIZE)
-        values: dict[int, NDArray[np.float32]] = {}
-        for op in self._program.ops:
-            weights = tuple(self._weights[name] for name in op.weights)
-            if op.kind == "embed" and not np.all((batch.token_ids >= 0) & (batch.token_ids < len(weights[0]))):
-                raise InvalidRequestError(f"token ids must be from 0 to {len(weights[0]) - 1}", "prompt")
-            inputs = tuple(values[i] for i in op.inputs)
-            values[op.output] = SPECS[op.kind].reference(
-                Call(op, self._program.widths[op.output], inputs, weights, step)
-            )
-        return values[self._program.output]
+        return evaluate(self._program, self._weights, step)[self._program.output]
 
     def close(self) -> None:
         self._weights.clear()
@@ -70,7 +70,20 @@ class ReferenceExecutor:
         self._values.clear()
 
 
-def _cache(program: Program, num_slots: int) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+def evaluate(program: Program, weights: Mapping[str, Array], step: Step) -> dict[int, Array]:
+    """Every value of one step, by value id. Raises InvalidRequestError for a token id outside the vocabulary."""
+    token_ids = step.batch.token_ids
+    values: dict[int, Array] = {}
+    for op in program.ops:
+        op_weights = tuple(weights[name] for name in op.weights)
+        if op.kind == "embed" and not np.all((token_ids >= 0) & (token_ids < len(op_weights[0]))):
+            raise InvalidRequestError(f"token ids must be from 0 to {len(op_weights[0]) - 1}", "prompt")
+        inputs = tuple(values[i] for i in op.inputs)
+        values[op.output] = SPECS[op.kind].reference(Call(op, program.widths[op.output], inputs, op_weights, step))
+    return values
+
+
+def _cache(program: Program, num_slots: int) -> tuple[list[Array], list[Array]]:
     """Zeroed keys and values of each layer; the system gives the memory when it is written."""
     shapes = [
         (op.integer("n_kv_heads"), op.integer("head_dim"), op.integer("v_head_dim")) for op in program.attention_ops

@@ -72,10 +72,10 @@ def build_program(checkpoint: Checkpoint) -> tuple[ModelConfig, Program]:
         raise InvalidModelFileError(f"{checkpoint.path}: the metadata do not name an architecture")
     known = _registry().get(name)
     if known is None:
-        near = difflib.get_close_matches(name, _registry(), n=1, cutoff=0.0)
+        near = difflib.get_close_matches(name, _registry(), n=1)
+        hint = f"the nearest supported one is {near[0]!r}; " if near else ""
         raise UnsupportedModelError(
-            f"the architecture {name!r} is not supported; the nearest supported one is {near[0]!r} "
-            f"(all: {', '.join(supported_architectures())})"
+            f"the architecture {name!r} is not supported; {hint}supported are {', '.join(supported_architectures())}"
         )
     config = ModelConfig.from_gguf(
         checkpoint.metadata, checkpoint.tensors, rope_style="norm" if name in known.norm_rope else "neox"

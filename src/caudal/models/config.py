@@ -14,21 +14,21 @@ from caudal.models.rope import RopeConfig
 
 _MAX_WIDTH = 1 << 24  # far above any model; keeps products of sizes from a broken file small
 
-# Keys that would change the results if they were overlooked, with the value that means "not used".
-_NEUTRAL: Mapping[str, float] = {
-    "expert_count": 0,
-    "logit_scale": 1,
-    "residual_scale": 1,
-    "embedding_scale": 1,
-    "attention.scale": 0,
-    "attention.clamp_kqv": 0,
-    "attention.max_alibi_bias": 0,
-    "attention.temperature_scale": 0,
-    "attention.causal": 1,
-    "attn_logit_softcapping": 0,
-    "final_logit_softcapping": 0,
-    "nextn_predict_layers": 0,
-    "use_parallel_residual": 0,
+# Keys that would change the results if they were overlooked: the value that means "not used", and what it is.
+_UNSUPPORTED: Mapping[str, tuple[float, str]] = {
+    "expert_count": (0, "mixture of experts"),
+    "logit_scale": (1, "scaled logits"),
+    "residual_scale": (1, "a scaled residual stream"),
+    "embedding_scale": (1, "scaled embeddings"),
+    "attention.scale": (0, "an attention scale of its own"),
+    "attention.clamp_kqv": (0, "clamped q, k and v"),
+    "attention.max_alibi_bias": (0, "ALiBi positions"),
+    "attention.temperature_scale": (0, "attention temperature by position"),
+    "attention.causal": (1, "attention to later tokens"),
+    "attn_logit_softcapping": (0, "capped attention scores"),
+    "final_logit_softcapping": (0, "capped logits"),
+    "nextn_predict_layers": (0, "layers that predict several tokens"),
+    "use_parallel_residual": (0, "a parallel residual stream"),
 }
 
 
@@ -58,13 +58,15 @@ class ModelConfig:
         UnsupportedModelError for options that Caudal does not have.
         """
         m = _Metadata(metadata)
-        for key, neutral in _NEUTRAL.items():
+        for key, (neutral, what) in _UNSUPPORTED.items():
             if (value := m.number(key, neutral)) != neutral:
-                raise UnsupportedModelError(f"{m.arch}.{key} = {value:g} is not supported for {m.arch!r} models")
+                raise UnsupportedModelError(
+                    f"{m.arch}.{key} is {value:g}: {what} is not supported yet for {m.arch!r} models"
+                )
         embedding = tensors.get("token_embd.weight")
-        if embedding is None:
+        if embedding is None or len(embedding.shape) != 2:
             raise InvalidModelFileError(
-                "tensor token_embd.weight is missing: the file has no weights of a language model"
+                "there is no matrix token_embd.weight: the file does not hold the weights of a language model"
             )
         n_layers = m.size("block_count")
         if n_layers > len(tensors):
@@ -91,7 +93,7 @@ class ModelConfig:
 
 def _rope_from_gguf(m: _Metadata, head_dim: int, context_length: int, style: RopeStyle) -> RopeConfig:
     base, dim = m.number("rope.freq_base", 10000.0), m.size("rope.dimension_count", head_dim)
-    if not 1 < base < math.inf:
+    if not base > 1:
         raise InvalidModelFileError(f"{m.arch}.rope.freq_base is {base}; it must be above 1")
     if dim % 2 or dim > head_dim:
         raise InvalidModelFileError(
@@ -106,8 +108,8 @@ def _rope_from_gguf(m: _Metadata, head_dim: int, context_length: int, style: Rop
             f"{m.arch}.rope.scaling.type {scaling!r} is not supported; supported are none, linear, yarn and "
             "llama3 (as a rope_freqs tensor)"
         )
-    if not 0 < factor < math.inf:
-        raise InvalidModelFileError(f"{m.arch}.rope.scaling.factor is {factor}; it must be positive")
+    if not factor >= 0.001:
+        raise InvalidModelFileError(f"{m.arch}.rope.scaling.factor is {factor}; it must be at least 0.001")
     if scaling == "linear":
         return RopeConfig(base, dim, style, "linear", factor)
     ext_factor = m.number("rope.scaling.yarn_ext_factor", 1.0)
@@ -124,8 +126,8 @@ def _rope_from_gguf(m: _Metadata, head_dim: int, context_length: int, style: Rop
         beta_slow=m.number("rope.scaling.yarn_beta_slow", 1.0),
         log_multiplier=m.number("rope.scaling.yarn_log_multiplier", 0.0),
     )
-    if min(rope.beta_fast, rope.beta_slow) <= 0:
-        raise InvalidModelFileError(f"{m.arch}.rope.scaling.yarn_beta_fast and yarn_beta_slow must be positive")
+    if min(rope.beta_fast, rope.beta_slow) <= 0 or rope.log_multiplier < 0:
+        raise InvalidModelFileError(f"the YaRN betas and log multiplier in {m.arch}.rope.scaling must be positive")
     return rope
 
 
@@ -144,7 +146,9 @@ class _Metadata:
             return value
         values = {*cast("list[object]", value)}  # one for each layer
         if len(values) != 1:
-            raise UnsupportedModelError(f"{self.arch}.{key} differs between layers, which is not supported yet")
+            raise UnsupportedModelError(
+                f"{self.arch}.{key} has {len(values)} different values over the layers; one for all is supported so far"
+            )
         return values.pop()
 
     def number(self, key: str, default: float | None = None) -> float:
