@@ -9,8 +9,12 @@ namespace caudal {
 void fill_gemm_reference(Kernels& table);
 void fill_gemm_avx2(Kernels& table);
 
-// Everything else
+// Row operations and scans of logits
 void fill_vector_reference(Kernels& table);
 void fill_vector_avx2(Kernels& table);
+
+// kv_append, attend_chunk, attend_reduce
+void fill_attention_reference(Kernels& table);
+void fill_attention_avx2(Kernels& table);
 
 }  // namespace caudal

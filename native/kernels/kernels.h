@@ -19,6 +19,8 @@ constexpr int kPanelRows = 16;   // output rows of a packed panel
 constexpr int kTokenGroup = 4;   // tokens of a group in quantized activations
 constexpr int kKvBlock = 32;     // tokens of one cache block
 constexpr int kKvChunk = 256;    // keys of one attention partial; a multiple of kKvBlock
+constexpr int kMaxHeadDim = 256;
+constexpr int kScanBlock = 64;   // logits of one block of `block_max`
 
 // How a weight wants its input. Chosen by `act_kind(Weight)` in core/pack.h.
 enum class ActKind : uint8_t {
@@ -59,7 +61,8 @@ enum class GluAct : uint8_t { kSilu, kGeluTanh, kGelu };
 enum class RopeStyle : uint8_t { kNorm, kNeox };
 
 // Keys and values of one layer: blocks of kKvBlock tokens; inside a block the kv heads one after another;
-// inside a head first the keys, then the values (layout: kernels/attention.inl).
+// inside a head first the keys, then the values (layout: kernels/attention.inl). k_dim and v_dim are multiples
+// of 4 up to kMaxHeadDim.
 struct KvLayer {
   std::byte* data = nullptr;
   KvType type = KvType::kF16;
@@ -72,7 +75,7 @@ size_t kv_head_bytes(KvType type, int k_dim, int v_dim);  // of kKvBlock tokens,
 struct AttentionArgs {
   const KvLayer* layer = nullptr;
   int kv_head = 0;
-  int group = 1;                 // query heads that share the kv head
+  int group = 1;                 // query heads that share the kv head, k_dim floats apart in a row of q
   float scale = 1.0F;            // applied to q
   float softcap = 0.0F;          // 0: none
   int window = 0;                // 0: none; else keys p - window + 1 .. p
@@ -84,7 +87,7 @@ struct AttentionArgs {
 };
 
 // Softmax state of one (query, head) over one chunk of keys: max, sum, then v_dim unnormalized outputs.
-inline size_t partial_floats(int v_dim) { return 2 + static_cast<size_t>(v_dim); }
+static constexpr size_t partial_floats(int v_dim) { return 2 + static_cast<size_t>(v_dim); }
 
 struct Kernels {
   const char* name;
@@ -102,8 +105,9 @@ struct Kernels {
   // --- rows of an unpacked matrix, decoded to float32 (embedding)
   void (*decode_row)(const Weight& w, int64_t row, float* out);
 
-  // --- one row of n numbers
+  // --- one row of n numbers. NaN gives NaN. `out` may be an input.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // `bias` may be null.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   void (*add)(const float* a, const float* b, int64_t n, float* out);
   void (*mul)(const float* a, const float* b, int64_t n, float* out);
@@ -113,14 +117,26 @@ struct Kernels {
   // cos_sin: [n_pairs][2]; rotates the first 2 * n_pairs numbers of x, copies the rest. out may be x.
   void (*rope)(RopeStyle style, const float* x, const float* cos_sin, int n_pairs, int head_dim, float* out);
 
-  // --- attention. `slots`: block * kKvBlock + offset of each of the n tokens
+  // --- scans of a row of logits (sample/sampler.h)
+  // Largest of each kScanBlock numbers, [ceil(n / kScanBlock)]. Undefined where a block holds a NaN.
+  void (*block_max)(const float* x, int64_t n, float* out, bool* has_nan);
+  // Sum of exp((x[i] - shift) * factor), added up in double in an order that depends on n only; every exponent
+  // must be <= 0. `out` receives the n terms, unless it is null.
+  double (*exp_sum)(const float* x, int64_t n, float shift, float factor, float* out);
+  int64_t (*count_greater)(const float* x, int64_t n, float bound);
+
+  // --- attention
+  // Stores keys and values of n tokens; `slots`: block * kKvBlock + offset of each. f16: magnitudes beyond 65504
+  // become 65504. A row that holds NaN (q8: or infinity) makes every later result that sees it NaN.
   void (*kv_append)(const KvLayer& layer, int kv_head, const int32_t* slots, int n, const float* k, size_t ldk,
                     const float* v, size_t ldv);
   // Partials of chunk `chunk` (keys chunk * kKvChunk ..) for every query and head of the group:
-  // out[(query * group + head) * partial_floats]. A query that sees no key of the chunk gets max = -inf, sum 0.
-  // `scratch`: attention_scratch_bytes(), private to the thread.
+  // out[(query * group + head) * partial_floats]. A query that sees no key of the chunk gets max = -inf, sum 0 and
+  // zeros. Reads only entries of the block table, and only slots, that some query sees.
+  // `scratch`: attention_scratch_bytes(), 64-byte aligned, private to the thread.
   void (*attend_chunk)(const AttentionArgs& args, int chunk, float* out, std::byte* scratch);
-  // Folds the partials of n_chunks chunks (`stride` floats apart, ascending) of one (query, head) into v_dim outputs.
+  // Folds the partials of n_chunks chunks (`stride` floats apart, ascending) of one (query, head) into v_dim
+  // outputs. Chunks that the query does not see change nothing; zeros where it sees no key at all.
   void (*attend_reduce)(const float* partials, int n_chunks, size_t stride, int v_dim, float* out);
 };
 

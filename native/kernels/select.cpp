@@ -11,6 +11,7 @@ const Kernels& reference_kernels() {
     k.name = "reference";
     fill_gemm_reference(k);
     fill_vector_reference(k);
+    fill_attention_reference(k);
     return k;
   }();
   return table;
@@ -24,6 +25,7 @@ const Kernels* avx2_kernels() {
     k.name = "avx2";
     fill_gemm_avx2(k);
     fill_vector_avx2(k);
+    fill_attention_avx2(k);
     return k;
   }();
   return &table;
