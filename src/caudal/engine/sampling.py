@@ -2,7 +2,8 @@
 
 The steps, in order; a neutral parameter switches a step off:
 
-1. Log-probabilities, where asked for, come from the raw logits (log-softmax, before any other step).
+1. Log-probabilities, where asked for, come from the raw logits (log-softmax, before any other step). Ranks count
+   from 1, equal logits by token id.
 2. Tokens outside `allowed_token_ids`, in `bad_token_ids`, and end tokens before `min_tokens` are excluded.
 3. `logit_bias` is added.
 4. Penalties: repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over output.
@@ -278,7 +279,7 @@ def _draw(x: NDArray[np.float64], row: SamplerRow) -> int:
         keep = _smallest_set(np.argsort(-p, kind="stable"), p, params.top_p)
         kept, x = kept[keep], x[keep]
     sums = np.cumsum(np.exp(x - peak))
-    index = int(np.searchsorted(sums, uniform(row.seed, row.position) * sums[-1], side="right"))
+    index = int(np.searchsorted(sums, uniform(row.seed, row.position) * float(sums[-1]), side="right"))
     return int(kept[min(index, len(kept) - 1)])
 
 
@@ -296,10 +297,12 @@ def _log_sum_exp(x: NDArray[np.float64]) -> float:
 def _token_logprobs(logits: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
     x = logits.astype(np.float64)
     log_p = x - _log_sum_exp(x)
-    chosen = Logprob(token_id, float(log_p[token_id]), 1 + int(np.count_nonzero(x > x[token_id])))
+    rank = 1 + int(np.count_nonzero(x > x[token_id])) + int(np.count_nonzero(x[:token_id] == x[token_id]))
+    chosen = Logprob(token_id, float(log_p[token_id]), rank)
     # All at least as large as the k-th largest, so that ties are broken by id and not by the partition.
     threshold = np.partition(x, len(x) - num_top)[len(x) - num_top] if num_top else math.inf
     best = np.flatnonzero(x >= threshold)
     best = best[np.argsort(-x[best], kind="stable")][:num_top]
-    top = tuple(Logprob(int(i), float(log_p[i]), rank) for rank, i in enumerate(best, 1))
+    ids: list[int] = best.tolist()
+    top = tuple(Logprob(i, float(log_p[i]), rank) for rank, i in enumerate(ids, 1))
     return TokenLogprobs(chosen, top)

@@ -1,0 +1,473 @@
+"""Engine: the loop of schedule, run, sample and update. One thread at a time may use it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from caudal.core import (
+    Batch,
+    CaudalError,
+    FinishReason,
+    InvalidRequestError,
+    QueueFullError,
+    Request,
+    RequestOutput,
+    RequestTooLongError,
+    Sequence,
+    Timings,
+    TokenLogprobs,
+)
+from caudal.engine.blocks import BlockPool
+from caudal.engine.sampling import SampledToken, Sampler, SamplerRow, validate
+from caudal.engine.scheduler import Scheduler, wants_prompt_logits
+from caudal.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from caudal.config import EngineConfig
+    from caudal.core import SamplingParams
+    from caudal.executors.base import Executor
+    from caudal.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_MASK64 = 2**64 - 1
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the seeds of a request's sequences all differ
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start, and the state right now."""
+
+    num_running: int = 0  # sequences
+    num_waiting: int = 0  # sequences, preempted ones included
+    kv_cache_usage: float = 0.0  # share of the blocks that sequences hold, 0 to 1
+    num_steps: int = 0
+    num_computed_tokens: int = 0  # rows that went through the model
+    num_step_tokens: int = 0  # of these, in the latest step
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    prompt_tokens: int = 0  # of sequences that gave their first token
+    generation_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Generation:
+    """All that the engine keeps for one sequence."""
+
+    seq: Sequence
+    row: SamplerRow
+    detokenizer: Detokenizer | None
+    stop_token_ids: frozenset[int]
+    max_num_tokens: int  # prompt and output
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    table_row: int = -1  # in Engine._tables, while running
+    num_table_entries: int = 0  # block ids written there
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """One prompt token whose logprobs a step gives."""
+
+    generation: _Generation
+    position: int  # of the token
+    row: int  # of the logits: those of the token before
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch, and what its logits are for."""
+
+    batch: Batch
+    samplers: list[_Generation]  # those that get a token
+    sample_rows: list[int]  # their rows of the logits
+    scores: list[_Score]
+
+
+class Engine:
+    """Serves requests with one model.
+
+    A failure ends the sequences that it touches with `FinishReason.ERROR` and a typed error; the others go on.
+    With `ignore_eos` end tokens may still be chosen, they merely do not stop the sequence (as in vLLM; llama.cpp
+    excludes them).
+    """
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, sampler: Sampler) -> None:
+        """The executor is closed with the engine."""
+        layout = executor.kv_layout
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._num_token_ids = min(tokenizer.vocab_size, executor.vocab_size)
+        self._context_length = min(executor.max_model_len, config.max_model_len or executor.max_model_len)
+        self._cache_tokens = layout.num_blocks * layout.block_size
+        self._max_unfinished = config.max_num_seqs + config.max_waiting
+        self._scheduler = Scheduler(
+            BlockPool(layout.num_blocks, layout.block_size),
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=min(self._context_length, self._cache_tokens),
+            prefix_caching=config.prefix_caching,
+        )
+        self._generations: dict[Sequence, _Generation] = {}
+        self._requests: dict[str, list[_Generation]] = {}  # the unfinished sequences of each
+        self._tables = np.zeros(
+            (self._scheduler.max_num_seqs, self._scheduler.pool.blocks_for(self.max_model_len)), np.int32
+        )
+        self._free_table_rows = list(range(len(self._tables)))
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+        self._num_step_tokens = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together: of the context, or of the whole cache if that is smaller."""
+        return self._scheduler.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._generations)
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.pool.usage,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+            num_step_tokens=self._num_step_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def validate(self, request: Request) -> None:
+        """Check that a request can be served. Touches no mutable state: any thread may call it.
+
+        Raises InvalidRequestError or RequestTooLongError.
+        """
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token", "prompt")
+        try:
+            array("q", prompt)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(f"the prompt must consist of integer token ids: {error}", "prompt") from error
+        if min(prompt) < 0 or max(prompt) >= self._num_token_ids:
+            wrong = next(t for t in prompt if not 0 <= t < self._num_token_ids)
+            raise InvalidRequestError(
+                f"the prompt contains {wrong}, which is no token id: they go from 0 to {self._num_token_ids - 1}",
+                "prompt",
+            )
+        if len(prompt) >= self.max_model_len:
+            limit = f"the context length is {self._context_length} tokens"
+            if self._cache_tokens < self._context_length:
+                limit += f" and the whole KV cache holds {self._cache_tokens}"
+            raise RequestTooLongError(
+                f"the prompt has {len(prompt)} tokens and at least one more must fit, but {limit}; "
+                "shorten the prompt, or give the model more context or KV cache memory",
+                "prompt",
+            )
+        if request.adapter is not None:
+            raise InvalidRequestError(f"there is no adapter {request.adapter!r}", "model")
+        validate(request.params, self._num_token_ids, self.max_model_len)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError, RequestTooLongError or QueueFullError."""
+        self.validate(request)
+        params = request.params
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if len(self._generations) + params.n > self._max_unfinished:
+            raise QueueFullError(
+                f"{len(self._generations)} sequences are running or waiting, at most {self._max_unfinished} may; "
+                "try again later"
+            )
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        end_token_ids = (
+            params.stop_token_ids if params.ignore_eos else (*self._tokenizer.eos_ids, *params.stop_token_ids)
+        )
+        max_num_tokens = self.max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(max_num_tokens, len(request.prompt_token_ids) + params.max_tokens)
+        generations: list[_Generation] = []
+        for index in range(params.n):
+            prompt_logprobs: list[TokenLogprobs | None] = [None] * len(request.prompt_token_ids)
+            seq = Sequence(request, index, list(request.prompt_token_ids), len(request.prompt_token_ids))
+            generations.append(
+                _Generation(
+                    seq=seq,
+                    row=SamplerRow(
+                        params=params,
+                        seed=(seed + index * _SEED_STEP) & _MASK64,
+                        token_ids=seq.token_ids,
+                        num_prompt_tokens=seq.num_prompt_tokens,
+                        end_token_ids=end_token_ids,
+                    ),
+                    detokenizer=self._new_detokenizer(params) if params.detokenize else None,
+                    stop_token_ids=frozenset(end_token_ids),
+                    max_num_tokens=max_num_tokens,
+                    prompt_logprobs=prompt_logprobs if wants_prompt_logits(seq) else None,
+                )
+            )
+        self._requests[request.request_id] = generations
+        for generation in generations:
+            self._generations[generation.seq] = generation
+            self._scheduler.add(generation.seq)
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now and free its blocks; the last outputs of its sequences. Unknown ids are ignored."""
+        generations = list(self._requests.get(request_id, ()))
+        return [self._finish(generation, FinishReason.ABORT) for generation in generations]
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the scheduled sequences; what it added to those that got a token or ended."""
+        plan = self._scheduler.schedule()
+        for seq in self._scheduler.preempted:
+            self._release_table_row(self._generations[seq])
+        if not plan:
+            return []
+        generations = [self._generations[seq] for seq in plan]
+        now = time.monotonic()
+        for seq in plan:
+            if seq.first_scheduled_time is None:
+                seq.first_scheduled_time = now
+        self._num_steps += 1
+        self._num_step_tokens = sum(plan.values())
+        self._num_computed_tokens += self._num_step_tokens
+        try:
+            step = self._build(plan, generations)
+            logits = self._executor.run(step.batch)
+            if logits.shape != (len(step.batch.logits_rows), self._executor.vocab_size):
+                raise ValueError(f"the executor returned logits of shape {logits.shape}")
+            self._score_prompts(step, logits)
+        except Exception as error:  # noqa: BLE001  (whatever failed, it must not end the loop)
+            _log.exception("a step with %d sequences failed", len(plan))
+            return [self._fail(generation, f"the step failed: {error}") for generation in generations]
+        self._scheduler.update(plan)
+        tokens = self._sample(step, logits)
+        now = time.monotonic()
+        return [self._accept(generation, token, now) for generation, token in zip(step.samplers, tokens, strict=True)]
+
+    def close(self) -> None:
+        """Free the executor's memory. Idempotent."""
+        self._executor.close()
+
+    # ------------------------------------------------------------------------------------- before the step
+
+    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
+        return Detokenizer(
+            self._tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def _build(self, plan: dict[Sequence, int], generations: list[_Generation]) -> _Step:
+        """The arrays of one step. Python work per sequence is constant; the rest is numpy."""
+        counts = np.fromiter(plan.values(), np.int32, len(plan))
+        starts = np.fromiter((seq.num_computed_tokens for seq in plan), np.int32, len(plan))
+        query_start = np.zeros(len(plan) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        seq_lens = starts + counts
+        token_ids: list[int] = []
+        table_rows: list[int] = []
+        logits_rows: list[int] = []
+        samplers: list[_Generation] = []
+        sample_rows: list[int] = []  # rows of the logits
+        scores: list[_Score] = []
+        num_blocks = 0
+        for (seq, count), generation in zip(plan.items(), generations, strict=True):
+            start = seq.num_computed_tokens
+            self._write_table(generation)
+            table_rows.append(generation.table_row)
+            num_blocks = max(num_blocks, generation.num_table_entries)
+            if wants_prompt_logits(seq):
+                for position in range(start, min(start + count, seq.num_prompt_tokens - 1)):
+                    scores.append(_Score(generation, position + 1, len(logits_rows)))
+                    logits_rows.append(len(token_ids) + position - start)
+            if count == 1:
+                token_ids.append(seq.token_ids[start])
+            else:
+                token_ids += seq.token_ids[start : start + count]
+            if start + count == len(seq.token_ids):
+                samplers.append(generation)
+                sample_rows.append(len(logits_rows))
+                logits_rows.append(len(token_ids) - 1)
+        tables = self._tables[table_rows, :num_blocks]
+        in_sequence = np.repeat(np.arange(len(plan)), counts)
+        positions = np.arange(len(token_ids), dtype=np.int32) + (starts - query_start[:-1])[in_sequence]
+        block_size = self._scheduler.pool.block_size
+        slots = tables[in_sequence, positions // block_size] * block_size + positions % block_size
+        batch = Batch(
+            token_ids=np.array(token_ids, np.int32),
+            positions=positions,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=tables,
+            slot_mapping=slots,
+            logits_rows=np.array(logits_rows, np.int32),
+            adapter_slots=np.zeros(len(plan), np.int32),
+        )
+        return _Step(batch, samplers, sample_rows, scores)
+
+    def _write_table(self, generation: _Generation) -> None:
+        """Bring the sequence's row of `_tables` up to date with its block table, which only grows while it runs."""
+        block_table, done = generation.seq.block_table, generation.num_table_entries
+        if generation.table_row < 0:
+            generation.table_row = self._free_table_rows.pop()
+        if done < len(block_table):
+            self._tables[generation.table_row, done : len(block_table)] = block_table[done:]
+            generation.num_table_entries = len(block_table)
+
+    def _release_table_row(self, generation: _Generation) -> None:
+        if generation.table_row >= 0:
+            self._tables[generation.table_row, : generation.num_table_entries] = 0
+            self._free_table_rows.append(generation.table_row)
+            generation.table_row, generation.num_table_entries = -1, 0
+
+    # ------------------------------------------------------------------------------------- after the step
+
+    def _score_prompts(self, step: _Step, logits: NDArray[np.float32]) -> None:
+        """Fill in the logprobs of prompt tokens, each from the logits of the position before it."""
+        if not step.scores:
+            return
+        token_ids = [score.generation.seq.token_ids[score.position] for score in step.scores]
+        num_top = [score.generation.seq.request.params.prompt_logprobs or 0 for score in step.scores]
+        results = self._sampler.token_logprobs(logits[[score.row for score in step.scores]], token_ids, num_top)
+        for score, result in zip(step.scores, results, strict=True):
+            assert score.generation.prompt_logprobs is not None
+            score.generation.prompt_logprobs[score.position] = result
+
+    def _sample(self, step: _Step, logits: NDArray[np.float32]) -> list[SampledToken]:
+        """One token for each of `step.samplers`. If the batch fails, row by row, so that only the guilty suffer."""
+        if step.scores:
+            logits = logits[step.sample_rows]
+        rows = [generation.row for generation in step.samplers]
+        if not rows:
+            return []
+        try:
+            return self._sampler.sample(logits, rows)
+        except Exception:  # noqa: BLE001  (it must not end the loop)
+            _log.exception("sampling %d rows together failed", len(rows))
+        tokens: list[SampledToken] = []
+        for index, row in enumerate(rows):
+            try:
+                tokens += self._sampler.sample(logits[index : index + 1], [row])
+            except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
+                _log.exception("sampling for request %s failed", step.samplers[index].seq.request.request_id)
+                tokens.append(SampledToken(-1, error=f"sampling failed: {error}"))
+        return tokens
+
+    def _accept(self, generation: _Generation, token: SampledToken, now: float) -> RequestOutput:
+        """Append a sampled token to its sequence; ends the sequence if that stops it."""
+        if token.error is not None:
+            return self._fail(generation, token.error)
+        seq, token_id = generation.seq, token.token_id
+        seq.token_ids.append(token_id)
+        if seq.first_token_time is None:
+            seq.first_token_time = now
+            self._prompt_tokens += seq.num_prompt_tokens
+        self._generation_tokens += 1
+        reason: FinishReason | None = None
+        if token_id in generation.stop_token_ids:
+            reason = FinishReason.STOP
+            seq.stop_reason = token_id if token_id in seq.request.params.stop_token_ids else None
+        elif len(seq.token_ids) >= generation.max_num_tokens:
+            reason = FinishReason.LENGTH
+        text = ""
+        if generation.detokenizer is not None:
+            params = seq.request.params
+            # The text of the token that ends the output is no part of it, as with stop strings.
+            if reason is not FinishReason.STOP or params.include_stop_str_in_output:
+                try:
+                    output = generation.detokenizer.push((token_id,))
+                except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
+                    _log.exception("no text for token %d of request %s", token_id, seq.request.request_id)
+                    return self._fail(generation, f"detokenizing failed: {error}")
+                text = output.text
+                if output.stopped is not None:
+                    reason, seq.stop_reason = FinishReason.STOP, output.stopped
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        if reason is not None:
+            return self._finish(generation, reason, text=text, token_ids=(token_id,), logprobs=logprobs)
+        return self._output(generation, text, (token_id,), logprobs)
+
+    def _fail(self, generation: _Generation, message: str) -> RequestOutput:
+        return self._finish(generation, FinishReason.ERROR, error=CaudalError(message))
+
+    def _finish(
+        self,
+        generation: _Generation,
+        reason: FinishReason,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        error: CaudalError | None = None,
+    ) -> RequestOutput:
+        """Forget a sequence and give its last output."""
+        seq, request_id = generation.seq, generation.seq.request.request_id
+        self._scheduler.finish(seq, reason)
+        self._release_table_row(generation)
+        del self._generations[seq]
+        unfinished = self._requests[request_id]
+        unfinished.remove(generation)
+        if not unfinished:
+            del self._requests[request_id]
+        if generation.detokenizer is not None:
+            text += generation.detokenizer.flush().text
+        return self._output(generation, text, token_ids, logprobs, error)
+
+    def _output(
+        self,
+        generation: _Generation,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        error: CaudalError | None = None,
+    ) -> RequestOutput:
+        seq = generation.seq
+        prompt_logprobs = None
+        if generation.prompt_logprobs is not None and token_ids:
+            prompt_logprobs, generation.prompt_logprobs = tuple(generation.prompt_logprobs), None
+        return RequestOutput(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=seq.num_cached_tokens,
+            num_output_tokens=seq.num_output_tokens,
+            prompt_logprobs=prompt_logprobs,
+            timings=None if seq.finish_reason is None else _timings(seq),
+            error=error,
+        )
+
+
+def _timings(seq: Sequence) -> Timings:
+    arrival, total = seq.request.arrival_time, time.monotonic() - seq.request.arrival_time
+    return Timings(
+        queued=total if seq.first_scheduled_time is None else seq.first_scheduled_time - arrival,
+        first_token=0.0 if seq.first_token_time is None else seq.first_token_time - arrival,
+        total=total,
+    )
