@@ -94,7 +94,8 @@ def _linear(c: Call) -> Array:
 
 def _rms_norm(c: Call) -> Array:
     x = c.inputs[0]
-    heads = x.reshape(len(x), -1, c.op.integer("head_dim") or c.width)
+    head_dim = c.op.integer("head_dim") or c.width
+    heads = x.reshape(len(x), c.width // head_dim, head_dim)  # no -1: there may be no rows
     root: Array = np.sqrt(np.square(heads).mean(axis=-1, keepdims=True) + np.float32(c.op.number("eps")))
     return (heads / root * c.weights[0]).reshape(x.shape)
 
