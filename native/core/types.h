@@ -66,6 +66,8 @@ struct BlockQ8_0 {  // d * code
   uint16_t d;
   int8_t codes[32];
 };
+// The numbers that the codes of IQ4_NL and IQ4_XS stand for.
+constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 struct BlockIQ4_NL {  // d * kIQ4Values[code]
   uint16_t d;
   uint8_t codes[16];

@@ -17,10 +17,6 @@
 namespace caudal {
 namespace {
 
-float from_half(uint16_t half) { return _cvtsh_ss(half); }
-
-#include "core/dequant.inl"
-
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int group_tokens(const Activations& x, int64_t group) {
@@ -352,30 +348,7 @@ void gemm_packed(const Tile<Panel> (&tiles)[2][kTokenGroup], const Weight& w, in
 
 // ---- Weights as they lie in the file, decoded to float tiles
 
-void decode(QuantType type, const std::byte* src, int64_t n, float* out) {
-  switch (type) {
-    case QuantType::kF32:
-      std::memcpy(out, src, static_cast<size_t>(n) * sizeof(float));
-      return;
-    case QuantType::kF16: {
-      const auto* halves = reinterpret_cast<const uint16_t*>(src);
-      int64_t i = 0;
-      for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, load_halves(halves + i));
-      for (; i < n; ++i) out[i] = from_half(halves[i]);
-      return;
-    }
-    case QuantType::kBF16: {
-      const auto* numbers = reinterpret_cast<const uint16_t*>(src);
-      for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = uint32_t{numbers[i]} << 16;
-        std::memcpy(out + i, &bits, sizeof(bits));
-      }
-      return;
-    }
-    default:
-      block_decoder(type)(src, n, out);
-  }
-}
+#include "kernels/gemm_decode_avx2.inl"
 
 constexpr int kTileRows = 4;  // of the register tile: 4 rows x 3 tokens
 constexpr int kTileTokens = 3;
@@ -419,6 +392,7 @@ void gemm_decoded(const Weight& w, int64_t p0, int64_t p1, const Activations& x,
   float* sums = tile + kTileFloats;
   constexpr int64_t kSumsOfToken = kPanelRows * kLanes;
   const TypeInfo info = *type_info(w.type);
+  const Decoder decode = decoder(w.type);
   const int64_t padded = (x.cols + 15) / 16 * 16;
   const int64_t t_end = smaller(g1 * kTokenGroup, x.tokens);
   for (int64_t t0 = g0 * kTokenGroup; t0 < t_end; t0 += kTokensPerPass) {
@@ -432,20 +406,19 @@ void gemm_decoded(const Weight& w, int64_t p0, int64_t p1, const Activations& x,
       const int64_t rows = smaller(row_end - row, tile_rows);
       for (int64_t k0 = 0; k0 < w.cols; k0 += tile_cols) {
         const int64_t cols = smaller(w.cols - k0, tile_cols), cols8 = (cols + kLanes - 1) / kLanes * kLanes;
+        const std::byte* rows_begin = w.data + static_cast<size_t>(k0 / info.block_size * info.block_bytes);
         for (int64_t r = 0; r < tile_rows; ++r) {
           float* to = tile + r * tile_cols;
           if (r < rows) {
-            decode(w.type,
-                   w.data + static_cast<size_t>(row + r) * w.stride +
-                       static_cast<size_t>(k0 / info.block_size * info.block_bytes),
-                   cols, to);
+            decode(rows_begin + static_cast<size_t>(row + r) * w.stride, cols, to);
             for (int64_t k = cols; k < cols8; ++k) to[k] = 0.0F;
           } else {
             std::memset(to, 0, static_cast<size_t>(cols8) * sizeof(float));
           }
         }
-        for (int64_t t = 0; t < tokens; t += kTileTokens) {
-          const int64_t count = smaller(tokens - t, kTileTokens);
+        for (int64_t t = 0, count; t < tokens; t += count) {
+          const int64_t left = tokens - t;
+          count = left == 4 ? 2 : smaller(left, kTileTokens);  // 2 + 2 is faster than 3 + 1
           const float* acts[kTileTokens];
           for (int64_t i = 0; i < count; ++i) {
             const int64_t token = t0 + t + i;
@@ -489,7 +462,7 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
 }
 
 void decode_row(const Weight& w, int64_t row, float* out) {
-  decode(w.type, w.data + static_cast<size_t>(row) * w.stride, w.cols, out);
+  decoder(w.type)(w.data + static_cast<size_t>(row) * w.stride, w.cols, out);
 }
 
 }  // namespace
