@@ -55,13 +55,13 @@ def command(model: str, file: Path, context: int, executor: str, as_json: bool, 
     runner = open_executor(checkpoint, executor, config)
     losses: list[NDArray[np.float64]] = []
     try:
-        with progress("chunks", num_chunks) as advance:
+        with progress("chunks") as show_progress:
             for start in range(0, num_chunks * context, context):
                 chunk = token_ids[start : start + context]
                 if tokenizer.add_bos and tokenizer.bos_id is not None:
                     chunk = [tokenizer.bos_id, *chunk[1:]]
                 losses.append(chunk_losses(runner, chunk, config.max_num_batched_tokens))
-                advance(1)
+                show_progress(len(losses), num_chunks)
     finally:
         runner.close()
     mean, error = summarize(losses)

@@ -36,28 +36,32 @@ def command(model: str, tensors: bool, graph: bool, max_model_len: int, kv_type:
       caudal show model.gguf --graph
     """
     from caudal.cli.support.models import open_model
+    from caudal.core import InvalidModelFileError, UnsupportedModelError
     from caudal.models import build_program
 
     checkpoint = open_model(model)
     if graph and not as_json:
         print(_graph(checkpoint, build_program(checkpoint)[1]))
         return
-    config, program = build_program(checkpoint)
     facts: dict[str, Any] = {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "architecture": config.arch,
+        "architecture": checkpoint.metadata.get("general.architecture"),
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
-        "context_length": config.context_length,
-        "vocab_size": config.vocab_size,
         "quantization": _quantization_mix(checkpoint),
-        "memory": _memory(checkpoint, program, max_model_len or config.context_length, kv_type),
         "metadata": {key: _short(value) for key, value in checkpoint.metadata.items()},
     }
+    try:
+        config, program = build_program(checkpoint)
+        facts["context_length"] = config.context_length
+        facts["vocab_size"] = config.vocab_size
+        facts["memory"] = _memory(checkpoint, program, max_model_len or config.context_length, kv_type)
+        if graph:
+            facts["graph"] = _graph(checkpoint, program).splitlines()
+    except (InvalidModelFileError, UnsupportedModelError) as error:
+        facts["problem"] = str(error)  # what cannot run can still be looked at
     if tensors:
         facts["tensors"] = _tensors(checkpoint)
-    if graph:
-        facts["graph"] = _graph(checkpoint, program).splitlines()
     if as_json:
         print_json(facts)
     else:
@@ -101,28 +105,36 @@ def _graph(checkpoint: Checkpoint, program: Program) -> str:
 
 
 def _memory(checkpoint: Checkpoint, program: Program, num_tokens: int, kv_type: str) -> dict[str, Any]:
-    """Bytes of the weights, and of the keys and values of one sequence that fills the context."""
-    per_token = _kv_bytes_per_token(program, kv_type)
+    """Bytes that the native executor takes for the weights, and for one sequence that fills the context."""
+    from caudal import _native
+    from caudal.executors.lowering import kv_layers, packed_bytes
+    from caudal.executors.native import BLOCK_SIZE
+
+    block_bytes = _native.kv_block_bytes(kv_type, kv_layers(program))
+    kv_cache_bytes = -(-num_tokens // BLOCK_SIZE) * block_bytes
     return {
         "context": num_tokens,
         "kv_type": kv_type,
-        "weights_bytes": checkpoint.num_bytes,
-        "kv_cache_bytes": num_tokens * per_token,
-        "kv_bytes_per_token": per_token,
-        "total_bytes": checkpoint.num_bytes + num_tokens * per_token,
+        "file_bytes": checkpoint.num_bytes,
+        "weights_bytes": packed_bytes(program, checkpoint),
+        "kv_cache_bytes": kv_cache_bytes,
+        "kv_bytes_per_token": block_bytes // BLOCK_SIZE,
+        "total_bytes": packed_bytes(program, checkpoint) + kv_cache_bytes,
     }
 
 
 def _print(facts: Mapping[str, Any]) -> None:
-    memory = facts["memory"]
-    head = [
-        ("file", facts["path"]),
-        ("architecture", facts["architecture"]),
-        ("parameters", f"{facts['parameters'] / 1e6:,.1f} million"),
-        ("context length", f"{facts['context_length']:,} tokens"),
-        ("vocabulary", f"{facts['vocab_size']:,} tokens"),
-    ]
-    print_table(("model", ""), head)
+    print_table(
+        ("model", ""),
+        [
+            ("file", facts["path"]),
+            ("architecture", str(facts["architecture"])),
+            ("parameters", f"{facts['parameters'] / 1e6:,.1f} million"),
+            *([("context length", f"{facts['context_length']:,} tokens")] if "context_length" in facts else []),
+            *([("vocabulary", f"{facts['vocab_size']:,} tokens")] if "vocab_size" in facts else []),
+            *([("cannot run", facts["problem"])] if "problem" in facts else []),
+        ],
+    )
     print_table(
         ("type", "tensors", "parameters", "size"),
         [
@@ -130,14 +142,15 @@ def _print(facts: Mapping[str, Any]) -> None:
             for entry in facts["quantization"]
         ],
     )
-    print_table(
-        ("memory", f"at {memory['context']:,} tokens, KV {memory['kv_type']}"),
-        [
-            ("weights", format_size(memory["weights_bytes"])),
-            ("KV cache", f"{format_size(memory['kv_cache_bytes'])} ({memory['kv_bytes_per_token']:,} B a token)"),
-            ("together", format_size(memory["total_bytes"])),
-        ],
-    )
+    if memory := facts.get("memory"):
+        print_table(
+            ("memory", f"at {memory['context']:,} tokens, KV {memory['kv_type']}"),
+            [
+                ("weights", format_size(memory["weights_bytes"])),
+                ("KV cache", f"{format_size(memory['kv_cache_bytes'])} ({memory['kv_bytes_per_token']:,} B a token)"),
+                ("together", format_size(memory["total_bytes"])),
+            ],
+        )
     print_table(("metadata", "value"), [(key, str(value)) for key, value in facts["metadata"].items()])
     if "tensors" in facts:
         print_table(

@@ -28,11 +28,10 @@ def command(model: str, text: str | None, no_special: bool, as_json: bool) -> No
     from caudal.cli.support.models import open_model, open_tokenizer
 
     tokenizer = open_tokenizer(open_model(model))
-    if text is None:
-        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
-    ids = tokenizer.encode(text, add_special=not no_special, parse_special=not no_special)
+    content = sys.stdin.buffer.read().decode("utf-8", errors="replace") if text is None else text
+    ids = tokenizer.encode(content, add_special=not no_special, parse_special=not no_special)
     if as_json:
-        print_json(ids)
+        print_json(ids, indent=None)
         return
     for token_id in ids:
         print(f"{token_id:>8}  {tokenizer.token_bytes(token_id).decode('utf-8', errors='replace')!r}")

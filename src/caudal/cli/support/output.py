@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2))
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=indent))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
@@ -19,7 +19,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
@@ -35,20 +35,26 @@ def remark(text: str) -> None:
 
 
 @contextmanager
-def progress(what: str, total: int | None, *, size: bool = False) -> Generator[Callable[[int], None]]:
-    """A progress bar on standard error, if that is a terminal; yields a function that adds to what is done.
-
-    `size`: the numbers count bytes.
+def progress(what: str, *, size: bool = False) -> Generator[Callable[[int, int | None], None]]:
+    """A progress bar on standard error, if that is a terminal; yields a function that takes what is done so far
+    and how much there is in all. `size`: they count bytes.
     """
     if not sys.stderr.isatty():
-        yield lambda count: None
+        yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     numbers = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if size else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *numbers, Remaining())
+    columns = (TextColumn("{task.description}"), BarColumn(), *numbers, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
