@@ -1,0 +1,131 @@
+"""Reading requests and writing responses: bounded strict JSON in, JSON or server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from caudal.api.errors import ApiError
+
+T = TypeVar("T")
+B = TypeVar("B", bound="Body")
+
+# Bodies above this are parsed in another thread, so that running streams go on.
+INLINE_BYTES = 64 * 1024
+
+
+class Body(BaseModel):
+    """Base of request bodies. Types are strict, unknown fields ignored, numbers finite; null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as a JSON object without its null members. Raises a 400 `ApiError`."""
+    raw = await request.body()
+    value = _parse(raw) if len(raw) <= INLINE_BYTES else await asyncio.to_thread(_parse, raw)
+    return {key: member for key, member in value.items() if member is not None}
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    if not raw:
+        raise ApiError(400, "The body is empty; it must be a JSON object.", code="invalid_json")
+    try:
+        text = raw.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:  # a lone surrogate passes the parser but is no text
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as error:
+        raise ApiError(400, f"The body is not valid UTF-8: {error}.", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "The body is not valid JSON: nested too deep.", code="invalid_json") from error
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    return cast(dict[str, Any], value)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def parse_body(kind: type[B], body: dict[str, Any]) -> B:
+    """`body` as a pydantic model. Raises a 400 `ApiError` that names the first wrong field."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = ".".join(str(part) for part in first["loc"]) or None
+        if first["type"] == "missing":
+            raise ApiError(400, f"Missing required parameter: '{param}'.", param=param) from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"Invalid value for '{param}': {message}.", param=param, code="invalid_value") from error
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises `ClientGoneError` then."""
+    task = asyncio.create_task(work)
+    if not await _run(task, request.receive):
+        raise ClientGoneError
+    return task.result()
+
+
+async def _run(task: asyncio.Task[Any], receive: Receive) -> bool:
+    """Waits until `task` is done, and cancels it when the client goes away. Whether it came to its end."""
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from a generator of complete events, written as they come.
+
+    It writes to ASGI directly: one `send` for each item and no task switch. When the client goes away, also one
+    that has stopped reading, the generator is closed at once. The status is sent with the first event, so an error
+    before that has a status of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.create_task(self._write(send))
+        if await _run(task, receive):
+            task.result()
+
+    async def _write(self, send: Send) -> None:
+        started = False
+        async with aclosing(self._events):
+            async for event in self._events:
+                if not started:
+                    started = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

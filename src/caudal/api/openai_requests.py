@@ -1,0 +1,353 @@
+"""Request bodies of OpenAI's routes, with vLLM's additional fields, and what they mean for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeGuard, cast
+
+from pydantic import BeforeValidator, Field
+
+from caudal.api.errors import ApiError
+from caudal.api.http import Body
+from caudal.api.service import ServedModel
+from caudal.core import SamplingParams
+
+MAX_CHOICES = 1024  # prompts times n, in one call
+MAX_STOP = 128
+MAX_LOGPROBS = 20
+# Texts above this are tokenized in another thread, so that running streams go on.
+INLINE_CHARACTERS = 8192
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=MAX_STOP), BeforeValidator(_listed)]
+
+# Fields that change what is generated and that are not served. Ignoring them would give wrong answers silently.
+_REFUSED = (
+    "bad_words",
+    "chat_template",
+    "documents",
+    "function_call",
+    "functions",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "logits_processors",
+    "prompt_embeds",
+    "structured_outputs",
+    "suffix",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+)
+# What a template gets from its caller; a client must not replace it.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools"}
+)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ResponseFormat(Body):
+    type: str
+
+
+class GenerationBody(Body):
+    """The fields that both routes have. Ranges are checked by the engine, once for all dialects."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Int64 = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: Int64 | None = None
+    stop: Stop = Field(default=[])
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOP)
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[str, float] = Field(default={}, max_length=1024)
+    allowed_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    max_tokens: Int64 | None = None
+    min_tokens: Int64 = 0
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    priority: Int64 = 0
+    cache_salt: str = Field("", max_length=128)
+    response_format: ResponseFormat | None = None
+
+    def check(self) -> None:
+        """What no single field shows. Raises a 400 `ApiError`."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+        if self.stream and self.prompt_logprobs:
+            raise ApiError(400, "'prompt_logprobs' is not available with 'stream'.", param="prompt_logprobs")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise _unsupported("response_format", f"The response format '{self.response_format.type}'")
+
+    def sampling(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """The engine's parameters. The engine checks their ranges."""
+        bias: list[tuple[int, float]] = []
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ApiError(400, f"'logit_bias' has the key {key[:20]!r}, not a token id.", param="logit_bias")
+            bias.append((int(key), value))
+        return SamplingParams(
+            n=self.n,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            top_n_sigma=self.top_n_sigma,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            logit_bias=tuple(bias),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Any  # text, token ids, or a list of these; `prompts` checks it
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        GenerationBody.check(self)
+        if self.best_of not in (None, self.n):
+            raise _unsupported("best_of", "'best_of' other than 'n'")
+        if self.stream and self.echo and self.logprobs is not None and self.n > 1:
+            # the engine scores a prompt once, with the first choice; the others may come before
+            raise ApiError(400, "'echo' with 'logprobs' and 'stream' needs 'n' to be 1.", param="n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "'max_tokens' must be at least 1 without 'echo'.", param="max_tokens")
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list, in their order. Raises a 400 `ApiError`."""
+        value: Any = [self.prompt] if isinstance(self.prompt, str) or _is_token_ids(self.prompt) else self.prompt
+        if not isinstance(value, list):
+            raise ApiError(400, "'prompt' must be text, token ids, or a list of these.", param="prompt")
+        items = cast(list[Any], value)
+        if not items:
+            raise ApiError(400, "'prompt' must not be empty.", param="prompt")
+        if len(items) * self.n > MAX_CHOICES:
+            raise ApiError(400, f"Prompts times 'n' must be at most {MAX_CHOICES}.", param="prompt")
+        for item in items:
+            if not (isinstance(item, str) or _is_token_ids(item)):
+                raise ApiError(400, "'prompt' must be text, token ids, or a list of these.", param="prompt")
+        return items
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    echo: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    def check(self) -> None:
+        GenerationBody.check(self)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise _unsupported("tool_choice", "A 'tool_choice' other than 'auto' and 'none'")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
+                param="continue_final_message",
+            )
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Raises a 400 `ApiError` when a body asks for something that Caudal would have to ignore."""
+    for name in _REFUSED:
+        if body.get(name):
+            raise _unsupported(name, f"'{name}'")
+
+
+def _unsupported(param: str, what: str) -> ApiError:
+    return ApiError(400, f"{what} is not supported by this server.", param=param, code="unsupported_parameter")
+
+
+def _is_token_ids(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list) and bool(cast(list[Any], value)) and all(type(i) is int for i in cast(list[Any], value))
+    )
+
+
+# --------------------------------------------------------------------------------------------- prompts
+
+
+async def tokenize(model: ServedModel, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
+    """Token ids of each text. Long ones are worked on in another thread."""
+
+    def encode() -> list[list[int]]:
+        return [model.tokenizer.encode(text, add_special=add_special) for text in texts]
+
+    return encode() if sum(map(len, texts)) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
+
+
+async def tokenize_chat(model: ServedModel, text: str, *, add_special: bool) -> list[int]:
+    """Token ids of a rendered template, which writes its special tokens itself."""
+
+    def encode() -> list[int]:
+        return model.tokenizer.encode(text) if add_special else model.tokenizer.encode_chat(text)
+
+    return encode() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
+
+
+async def render_chat(model: ServedModel, body: ChatBody) -> str:
+    """The prompt text of a conversation. Raises `InvalidRequestError` for what the template refuses."""
+    template = model.chat_template
+    if template is None:
+        raise ApiError(400, "The model has no chat template. Use /v1/completions.", param="messages")
+    reserved = _TEMPLATE_ARGUMENTS & body.chat_template_kwargs.keys()
+    if reserved:
+        raise ApiError(400, f"'chat_template_kwargs' must not set '{min(reserved)}'.", param="chat_template_kwargs")
+    kwargs = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    messages = normalize_messages(body.messages)
+    generate = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    tools = None if body.tool_choice == "none" else body.tools
+
+    def render() -> str:
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=generate,
+            continue_final_message=body.continue_final_message,
+            **kwargs,
+        )
+
+    size = sum(len(message["content"]) for message in messages)
+    return render() if size <= INLINE_CHARACTERS else await asyncio.to_thread(render)
+
+
+def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content one text, arguments of tool calls objects.
+
+    Raises a 400 `ApiError` that names the wrong member.
+    """
+    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+Role = Literal["system", "user", "assistant", "tool"]
+_ROLES: dict[Any, Role] = {
+    "system": "system",
+    "developer": "system",  # OpenAI's newer word for the same; templates know only `system`
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = message.get("role")
+    role = _ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise ApiError(400, f"'{where}.role' must be one of {', '.join(_ROLES)}.", param=f"{where}.role")
+    result = {key: value for key, value in message.items() if value is not None}
+    result["role"] = role
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise ApiError(400, f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
+    result["content"] = "" if content is None else _content(content, f"{where}.content")
+    if "tool_calls" in result:
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+    return result
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"'{where}' must be text or a list of parts.", param=where)
+    texts: list[str] = []
+    for i, item in enumerate(cast(list[Any], content)):
+        part = cast(dict[str, Any], item) if isinstance(item, dict) else {}
+        kind = part.get("type")
+        if kind not in ("text", "input_text", "refusal"):
+            raise ApiError(
+                400,
+                f"'{where}.{i}' must be a part of type 'text'; this server does not take images, audio or files.",
+                param=f"{where}.{i}",
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ApiError(400, f"'{where}.{i}.text' must be text.", param=f"{where}.{i}.text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Clients send arguments as JSON text; templates print them as objects."""
+    if not isinstance(calls, list):
+        raise ApiError(400, f"'{where}' must be a list.", param=where)
+    result: list[dict[str, Any]] = []
+    for i, call in enumerate(cast(list[Any], calls)):
+        function = cast(dict[str, Any], call).get("function") if isinstance(call, dict) else None
+        members = cast(dict[str, Any], function) if isinstance(function, dict) else {}
+        if not isinstance(members.get("name"), str):
+            raise ApiError(400, f"'{where}.{i}.function.name' must be text.", param=f"{where}.{i}.function")
+        arguments: Any = members.get("arguments", "{}")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            param = f"{where}.{i}.function.arguments"
+            raise ApiError(400, f"'{param}' must be the text of a JSON object.", param=param)
+        result.append({**cast(dict[str, Any], call), "function": {**members, "arguments": arguments}})
+    return result

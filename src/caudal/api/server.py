@@ -1,0 +1,225 @@
+"""The application that holds all dialects, and the server that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib
+import ipaddress
+import math
+import pkgutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from types import FrameType
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+import caudal.api
+from caudal import __version__
+from caudal.api.errors import ApiError, ListenError, to_api_error
+from caudal.api.http import ClientGoneError
+from caudal.api.middleware import LOOPBACK_NAMES, Gate
+from caudal.api.protocol import BoundedHeadProtocol
+from caudal.api.service import ServedModel, Service
+from caudal.config import ServerConfig
+from caudal.core import CaudalError
+
+KEEP_ALIVE = 60  # seconds that an idle connection stays open
+CLIENT_GONE = 499  # nobody reads it; the number is nginx's
+
+
+def dialects() -> Iterator[Callable[[Service], APIRouter]]:
+    """The `router` function of every module in this package that has one."""
+    for info in pkgutil.iter_modules(caudal.api.__path__, "caudal.api."):
+        router = getattr(importlib.import_module(info.name), "router", None)
+        if router is not None:
+            yield router
+
+
+def create_app(service: Service, config: ServerConfig) -> FastAPI:
+    """The application: all dialects behind one gate, every error in OpenAI's shape.
+
+    It serves what `service` has; before `Service.set_model` and after `Service.stop` routes answer 503.
+    """
+    app = FastAPI(
+        title="Caudal",
+        version=__version__,
+        docs_url=None,  # they would load scripts from another host
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for router in dialects():
+        app.include_router(router(service))
+    app.add_middleware(
+        Gate,
+        api_key=config.api_key,
+        hosts=LOOPBACK_NAMES | {config.host.strip("[]").lower()} if is_loopback(config.host) else None,
+        origins=config.allowed_origins,
+        max_request_bytes=config.max_request_bytes,
+    )
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_exception_handler(CaudalError, _on_caudal_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_exception_handler(Exception, _on_bug)
+    return app
+
+
+async def _on_caudal_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CaudalError)
+    return to_api_error(error).response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """What the router finds: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    messages = {404: f"Unknown route: {request.method} {path}", 405: f"{path} does not take {request.method}"}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    """The details go to the log only: they may hold what other people asked."""
+    return ApiError(500, "Internal error. The server's log says more.", type="server_error").response()
+
+
+# ---------------------------------------------------------------------------------------------- sockets
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this computer only."""
+    if host.lower() == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket that has the configured address, not yet listening. Raises `ListenError`."""
+    if not (is_loopback(config.host) or config.api_key or config.insecure):
+        raise ListenError(
+            f"{config.host} can be reached from other computers. Set a key with --api-key, "
+            "or pass --insecure to let everybody in."
+        )
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(
+            config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (socket.gaierror, UnicodeError, OverflowError) as error:
+        raise ListenError(f"Cannot listen on {where}: unknown host ({error}).") from error
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # of both, clients try IPv4 at the latest
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also beside connections that are closing
+        sock.bind(address)
+        sock.listen()  # now, as two sockets may bind one port as long as none listens
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(f"Port {config.port} is in use. Choose another one with --port, or 0 for any.") from error
+        raise ListenError(f"Cannot listen on {where}: {error.strerror}.") from error
+    return sock
+
+
+# ----------------------------------------------------------------------------------------------- serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, told to stop by SIGINT and SIGTERM and then to return, so that the process ends with status 0."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread gets signals
+            return
+        previous = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in previous.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets running requests finish; a second SIGINT does not."""
+        self._service.stop()
+        super().handle_exit(sig, frame)
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How Caudal runs uvicorn: no access log, no trust in proxy headers, bounded request heads."""
+    return uvicorn.Config(
+        app,
+        http=BoundedHeadProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout),
+    )
+
+
+def serve(load: Callable[[], ServedModel], config: ServerConfig, report: Callable[[str], None]) -> None:
+    """Listens, loads the model, and serves it until SIGINT or SIGTERM; then drains and returns.
+
+    The port is taken first, so that a port in use costs no loading; until the model is there, /health answers 503.
+    `report` is called with `Listening on http://HOST:PORT` once requests are served. Raises `ListenError`, and
+    whatever `load` raises. Call it from the main thread, which gets the signals.
+    """
+    sock = bind(config)
+    service = Service()
+    server_config = uvicorn_config(create_app(service, config), config)
+    server = _Server(server_config, service)
+    with sock, asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
+        runner.run(_serve(server, service, sock, load, report))
+
+
+async def _serve(
+    server: _Server,
+    service: Service,
+    sock: socket.socket,
+    load: Callable[[], ServedModel],
+    report: Callable[[str], None],
+) -> None:
+    host, port = sock.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        model = await asyncio.to_thread(load)
+        try:
+            service.set_model(model)
+            if not server.should_exit:
+                report(f"Listening on {url}")
+            await serving
+        finally:
+            await asyncio.to_thread(model.engine.close)
+    finally:
+        server.should_exit = True
+        await serving

@@ -1,0 +1,79 @@
+"""vLLM's own routes: health, version, tokens and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import Field
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+
+from caudal import __version__
+from caudal.api.errors import ApiError
+from caudal.api.http import Body, parse_body, read_json
+from caudal.api.openai_requests import ChatBody, TokenId, render_chat, tokenize
+from caudal.api.service import Service
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a `prompt`, or the `messages` of a chat with the fields of its template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for a chat
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId] = Field()
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of this dialect."""
+    routes = APIRouter(tags=["vLLM"])
+
+    @routes.get("/health")
+    @routes.get("/ping")
+    async def health() -> Response:
+        service.model.engine.stats()  # raises when the engine is dead
+        return Response()
+
+    @routes.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        model = service.model
+        return Response(model.metrics.render(model.engine.stats()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @routes.post("/tokenize")
+    async def tokenize_text(http_request: HTTPRequest) -> Response:
+        raw = await read_json(http_request)
+        body = parse_body(TokenizeBody, raw)
+        model = service.find(body.model)
+        if (body.prompt is None) == ("messages" not in raw):
+            raise ApiError(400, "Send either 'prompt' or 'messages'.", param="prompt")
+        if body.prompt is None:
+            text, special = await render_chat(model, parse_body(ChatBody, raw)), False
+        else:
+            text, special = body.prompt, True
+        if body.add_special_tokens is not None:
+            special = body.add_special_tokens
+        (ids,) = await tokenize(model, [text], add_special=special)
+        reply: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+        reply["token_strs"] = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        return JSONResponse(reply)
+
+    @routes.post("/detokenize")
+    async def detokenize(http_request: HTTPRequest) -> Response:
+        body = parse_body(DetokenizeBody, await read_json(http_request))
+        return JSONResponse({"prompt": service.find(body.model).tokenizer.decode(body.tokens)})
+
+    _ = health, version, metrics, tokenize_text, detokenize
+    return routes
