@@ -146,7 +146,9 @@ class _SpecialIds:
         self._metadata = metadata
         self._defaults = _DEFAULT_IDS[model]
         self._num_tokens = len(tokens)
-        if model == "bpe" and tokens[11:12] == ["<|endoftext|>"]:  # Falcon's files are older than the keys
+        if (
+            model == "bpe" and len(tokens) > 11 and tokens[11] == "<|endoftext|>"
+        ):  # Falcon's files are older than the keys
             self._defaults = {"bos": 11, "eos": 11}
 
     def __getitem__(self, name: str) -> int | None:
@@ -155,6 +157,18 @@ class _SpecialIds:
             if value is not None and 0 <= value < self._num_tokens:
                 return value
         return None
+
+
+def special_token_texts(metadata: Mapping[str, object]) -> tuple[str, str]:
+    """The texts of BOS and EOS, each empty if the model has none; without reading the whole vocabulary."""
+    model = _MODELS.get(_get(metadata, "model", str) or "")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if model is None or not isinstance(tokens, Sequence):
+        return "", ""
+    texts = cast("Sequence[str]", tokens)
+    special = _SpecialIds(metadata, model, texts)
+    bos_id, eos_id = special["bos"], special["eos"]
+    return "" if bos_id is None else texts[bos_id], "" if eos_id is None else texts[eos_id]
 
 
 def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds) -> frozenset[int]:
