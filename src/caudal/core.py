@@ -25,6 +25,10 @@ class ModelNotFoundError(CaudalError):
     """No such file, folder or store name."""
 
 
+class DownloadError(CaudalError):
+    """A model could not be fetched: no network, no such package, no space, or not the bytes that were expected."""
+
+
 class InvalidModelFileError(CaudalError):
     """The bytes are not a valid model file: bad magic, truncated, impossible counts or offsets."""
 
