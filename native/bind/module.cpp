@@ -86,7 +86,7 @@ void bind_model(nb::module_& m) {
                        "A norm in front of another op; heads of `head_dim`, or the whole row if 0.")
       .def(
           "__init__",
-          [](NormSpec* self, const std::string& kind, int weight, int bias, float eps, int head_dim) {
+          [](NormSpec* self, const std::string& kind, int weight, float eps, int bias, int head_dim) {
             if (kind != "rms" && kind != "layer") throw std::invalid_argument("unknown norm " + kind);
             new (self) NormSpec{.kind = kind == "rms" ? NormKind::kRms : NormKind::kLayer,
                                 .weight = weight,
@@ -94,7 +94,7 @@ void bind_model(nb::module_& m) {
                                 .eps = eps,
                                 .head_dim = head_dim};
           },
-          "kind"_a, "weight"_a, "bias"_a = -1, "eps"_a, "head_dim"_a = 0);
+          "kind"_a, "weight"_a, "eps"_a, "bias"_a = -1, "head_dim"_a = 0);
 
   nb::class_<LinearSpec>(m, "Linear", "One matrix of a linear phase, or a gated pair; see exec/model.h.")
       .def(
@@ -121,6 +121,7 @@ void bind_model(nb::module_& m) {
           },
           "pool"_a, "isa"_a, "packed_bytes"_a)
       .def_prop_ro("isa", [](const PyModel& self) { return std::string(self.model.kernels().name); })
+      .def_prop_ro("num_phases", [](const PyModel& self) { return self.model.num_phases(); })
       .def_prop_ro("vocab_size", [](const PyModel& self) { return self.model.vocab_size(); })
       .def_prop_ro("kv_block_bytes", [](const PyModel& self) { return self.model.kv_block_bytes(); })
       .def(
@@ -285,6 +286,16 @@ void bind_model(nb::module_& m) {
           "logits_rows"_a, "One step; the logits [rows, vocab] are valid until the next call.");
 
   m.def("usable_cpus", &ThreadPool::usable_cpus, "CPUs that this process may use.");
+  m.def(
+      "instruction_sets",
+      [] {
+        std::vector<std::string> names;
+        for (const char* name : {"auto", "reference", "avx2"}) {
+          if (select_kernels(name) != nullptr) names.emplace_back(name);
+        }
+        return names;
+      },
+      "Names that Model accepts on this CPU.");
   m.def(
       "packed_bytes",
       [](int type, int64_t rows, int64_t cols) {

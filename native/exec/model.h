@@ -128,6 +128,7 @@ class Model {
   std::span<const float> run(const StepInput& input);
 
   int64_t vocab_size() const { return values_[static_cast<size_t>(output_)].width; }
+  int num_phases() const { return static_cast<int>(phases_.size()); }
   const Kernels& kernels() const { return kernels_; }
   ThreadPool& pool() { return *pool_; }
   size_t kv_block_bytes() const;

@@ -43,6 +43,11 @@ class NativeExecutor:
                 f"the model was made for at most {model_config.context_length} tokens of context, "
                 f"but {config.max_model_len} are asked for (--ctx)"
             )
+        if config.isa not in _native.instruction_sets():
+            raise UnsupportedModelError(
+                f"the instruction set {config.isa!r} is unknown or not available on this CPU; "
+                f"available: {', '.join(_native.instruction_sets())}"
+            )
         weight_bytes = packed_bytes(program, checkpoint)
         block_bytes = _native.kv_block_bytes(config.kv_type, kv_layers(program))
         self._max_model_len, num_blocks = _size_cache(
@@ -76,6 +81,12 @@ class NativeExecutor:
         """Name of the instruction set in use."""
         assert self._model is not None, "the executor is closed"
         return self._model.isa
+
+    @property
+    def num_phases(self) -> int:
+        """Barriers of a step."""
+        assert self._model is not None, "the executor is closed"
+        return self._model.num_phases
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """See `Executor.run`. Raises ValueError for arrays that do not describe a possible step."""

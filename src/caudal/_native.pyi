@@ -1,0 +1,140 @@
+# Written by nanobind.stubgen from native/bind/module.cpp (make stubs).
+"""Caudal's native core."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+class ThreadPool:
+    """Pinned threads; the caller of a step is one of them."""
+
+    def __init__(self, num_threads: int, pin: bool = True) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def num_benched(self) -> int:
+        """Threads left out because their CPU is taken by others."""
+
+class Norm:
+    """
+    A norm in front of another op; heads of `head_dim`, or the whole row if 0.
+    """
+
+    def __init__(self, kind: str, weight: int, eps: float, bias: int = -1, head_dim: int = 0) -> None: ...
+
+class Linear:
+    """One matrix of a linear phase, or a gated pair; see exec/model.h."""
+
+    def __init__(
+        self,
+        weight: int,
+        out: int,
+        bias: int = -1,
+        residual: int = -1,
+        up_weight: int = -1,
+        up_bias: int = -1,
+        act: str = "silu",
+    ) -> None: ...
+
+class Model:
+    """
+    A model lowered to phases; see exec/model.h. Build in order, then finish(), then run().
+    """
+
+    def __init__(self, pool: ThreadPool, isa: str, packed_bytes: int) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_phases(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def kv_block_bytes(self) -> int: ...
+    def add_weight(
+        self,
+        type: int,
+        rows: int,
+        cols: int,
+        data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        pack: bool,
+    ) -> int: ...
+    def add_vector(
+        self, data: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    ) -> int: ...
+    def add_value(self, width: int, logits_row: bool) -> int: ...
+    def add_rope_table(
+        self,
+        inv_freq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        mscale: float,
+    ) -> int: ...
+    def embed(self, weight: int, out: int) -> None: ...
+    def linear(self, input: int, linears: Sequence[Linear], norm: Norm | None = None) -> None: ...
+    def attention(
+        self,
+        *,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        layer: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        q_rope: int,
+        k_rope: int,
+        rope_style: str,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> None: ...
+    def select_rows(self, input: int, out: int) -> None: ...
+    def add(self, a: int, b: int, out: int) -> None: ...
+    def mul(self, a: int, b: int, out: int) -> None: ...
+    def scale(self, a: int, out: int, by: float) -> None: ...
+    def softcap(self, a: int, out: int, cap: float) -> None: ...
+    def glu(self, gate: int, up: int, out: int, act: str) -> None: ...
+    def slice(self, a: int, out: int, start: int) -> None: ...
+    def norm(self, a: int, out: int, norm: Norm) -> None: ...
+    def rope(self, a: int, out: int, table: int, style: str, head_dim: int) -> None: ...
+    def finish(self, output: int, kv_type: str, num_blocks: int, kv_layers: Sequence[tuple[int, int, int]]) -> None: ...
+    def run(
+        self,
+        token_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        query_start: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        seq_lens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        block_tables: Annotated[
+            NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        slot_mapping: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        logits_rows: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
+        """One step; the logits [rows, vocab] are valid until the next call."""
+
+def usable_cpus() -> int:
+    """CPUs that this process may use."""
+
+def instruction_sets() -> list[str]:
+    """Names that Model accepts on this CPU."""
+
+def packed_bytes(type: int, rows: int, cols: int) -> int:
+    """Bytes of a weight in the packed layout; 0 if its type has none."""
+
+def has_type(type: int) -> bool: ...
+def kv_block_bytes(kv_type: str, layers: Sequence[tuple[int, int, int]]) -> int:
+    """Bytes of one cache block over layers of (kv heads, k dim, v dim)."""
+
+def decode_rows(
+    type: int,
+    rows: int,
+    cols: int,
+    data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    isa: str,
+    out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+) -> None:
+    """Dequantizes rows into `out` [rows, cols]."""

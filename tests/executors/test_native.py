@@ -1,0 +1,189 @@
+"""The native executor: the same bits whatever is computed together, and refusal of impossible batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from batches import Part, build, run_chunks
+
+from caudal.config import EngineConfig
+from caudal.core import InsufficientMemoryError, UnsupportedModelError
+from caudal.executors.native import NativeExecutor
+from caudal.formats import open_checkpoint
+from conftest import shared_dir
+
+CONFIG = EngineConfig(num_threads=2, max_model_len=1024, kv_cache_memory=256 << 20)
+
+
+def tokens(n: int, vocab: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(5, vocab, n).tolist()
+
+
+@pytest.fixture(scope="module", params=["f16", "q8"])
+def smol(request: pytest.FixtureRequest, smollm2: Path):
+    executor = NativeExecutor(open_checkpoint(smollm2), replace(CONFIG, kv_type=request.param))
+    yield executor
+    executor.close()
+
+
+def small_models() -> list[str]:
+    return ["arch/gguf/qwen3.gguf", "arch/gguf/qwen2.gguf", "quant/Q4_K_M.gguf", "quant/Q8_0.gguf", "quant/Q5_0.gguf"]
+
+
+class TestSameBits:
+    """Design rule 8: results do not depend on the batch, the chunks, the blocks or the threads."""
+
+    def test_chunks_and_scattered_blocks(self, smol: NativeExecutor) -> None:
+        ids = tokens(600, 49152)
+        order = np.random.default_rng(1).permutation(smol.kv_layout.num_blocks)[:19].tolist()
+        whole = run_chunks(smol, ids, list(range(19)), 600)
+        for chunk in (16, 33, 128, 256, 512):
+            assert np.array_equal(run_chunks(smol, ids, order, chunk), whole), chunk
+
+    def test_token_by_token(self, smol: NativeExecutor) -> None:
+        ids = tokens(300, 49152, seed=3)
+        whole = run_chunks(smol, ids, list(range(10)), 300)
+        assert np.array_equal(run_chunks(smol, ids, list(range(10, 20)), 1), whole)
+
+    def test_in_a_batch_of_32(self, smol: NativeExecutor) -> None:
+        """Decode and prefill of other sequences beside it, at every place in the batch."""
+        ids = tokens(70, 49152, seed=2)
+        alone = run_chunks(smol, ids, [0, 1, 2], 70)
+        size = smol.kv_layout.block_size
+        lengths = np.random.default_rng(4).integers(1, 90, 31)
+        others = [
+            Part(tokens(int(n), 49152, seed=10 + i), 0, list(range(3 + 3 * i, 6 + 3 * i)))
+            for i, n in enumerate(lengths)
+        ]
+        for place in (0, 13, 31):
+            parts = [*others[:place], Part(ids, 0, [0, 1, 2]), *others[place:]]
+            assert np.array_equal(smol.run(build(parts, size))[place], alone)
+        # Everybody decodes one more token.
+        alone = smol.run(build([Part([77], 70, [0, 1, 2])], size))[0].copy()
+        steps = [Part([7 + i], int(n), p.blocks) for i, (n, p) in enumerate(zip(lengths, others, strict=True))]
+        together = smol.run(build([*steps[:5], Part([77], 70, [0, 1, 2]), *steps[5:]], size))
+        assert np.array_equal(together[5], alone)
+
+    def test_all_logits_equal_last_logits(self, smol: NativeExecutor) -> None:
+        ids = tokens(40, 49152, seed=5)
+        size = smol.kv_layout.block_size
+        every = smol.run(build([Part(ids, 0, [0, 1], all_logits=True)], size)).copy()
+        for n in (1, 2, 17, 40):
+            assert np.array_equal(smol.run(build([Part(ids[:n], 0, [2, 3])], size))[0], every[n - 1])
+
+    @pytest.mark.parametrize("kv_type", ["f16", "q8"])
+    def test_threads(self, smollm2: Path, kv_type: str) -> None:
+        ids = tokens(300, 49152, seed=6)
+        results = []
+        for threads in (1, 2, 3):
+            executor = NativeExecutor(
+                open_checkpoint(smollm2), replace(CONFIG, num_threads=threads, kv_type=kv_type, pin_threads=threads < 3)
+            )
+            results.append([run_chunks(executor, ids, list(range(10)), chunk) for chunk in (300, 100)])
+            executor.close()
+        assert np.array_equal(results[0], results[1])
+        assert np.array_equal(results[0], results[2])
+
+    @pytest.mark.parametrize("name", small_models())
+    def test_other_types_and_families(self, name: str) -> None:
+        path = shared_dir("golden", *name.split("/"))
+        executor = NativeExecutor(open_checkpoint(path), EngineConfig(num_threads=2, kv_cache_memory=64 << 20))
+        ids = tokens(100, executor.vocab_size, seed=7)
+        whole = run_chunks(executor, ids, list(range(4)), 100)
+        for chunk in (1, 7, 64):
+            assert np.array_equal(run_chunks(executor, ids, [9, 4, 7, 5], chunk), whole), chunk
+
+
+def test_stale_cache_contents_do_not_matter(smol: NativeExecutor) -> None:
+    """Blocks are never cleared: what an earlier owner left behind the end of a sequence has no effect."""
+    ids = tokens(45, 49152, seed=8)
+    blocks = [20, 21]
+    fresh = run_chunks(smol, ids, blocks, 45)
+    run_chunks(smol, tokens(64, 49152, seed=9), blocks, 64)
+    assert np.array_equal(run_chunks(smol, ids, blocks, 45), fresh)
+
+
+def test_a_layer_is_five_phases(smollm2: Path) -> None:
+    executor = NativeExecutor(open_checkpoint(smollm2), CONFIG)
+    # embedding, 30 layers, two selections of rows before the last output projection, head
+    assert executor.num_phases == 1 + 30 * 5 + 2 + 1
+
+
+def test_progress_is_reported(smollm2: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    NativeExecutor(open_checkpoint(smollm2), CONFIG, progress=lambda done, total: seen.append((done, total))).close()
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] > 90e6
+
+
+@pytest.fixture(scope="module")
+def executor() -> NativeExecutor:
+    path = shared_dir("data", "models", "stories260K-f32.gguf")
+    return NativeExecutor(open_checkpoint(path), EngineConfig(num_threads=1, kv_cache_memory=4 << 20))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("field", "value", "message"),
+        [
+            ("token_ids", [1, 2, 512], "vocabulary"),
+            ("token_ids", [1, -2, 3], "vocabulary"),
+            ("token_ids", [1, 2], "do not fit together"),
+            ("positions", [0, 1, 3], "positions"),
+            ("query_start", [0, 2], "query_start"),
+            ("query_start", [1, 3], "query_start"),
+            ("seq_lens", [2], "length"),
+            ("seq_lens", [100], "block table is too short"),
+            ("seq_lens", [2**31 - 1], "block table is too short"),
+            ("block_tables", [[10**6]], "outside the cache"),
+            ("block_tables", [[-1]], "outside the cache"),
+            ("slot_mapping", [0, 1, 3], "slot_mapping"),
+            ("slot_mapping", [-1, 0, 1], "slot_mapping"),
+            ("logits_rows", [3], "logits_rows"),
+            ("logits_rows", [1, 1], "logits_rows"),
+            ("logits_rows", [-1], "logits_rows"),
+        ],
+    )
+    def test_impossible_batches(self, executor: NativeExecutor, field: str, value: list, message: str) -> None:
+        good = build([Part([1, 2, 3], 0, [0])], 32)
+        before = executor.run(good).copy()
+        with pytest.raises(ValueError, match=message):
+            executor.run(replace(good, **{field: np.asarray(value, np.int32)}))
+        assert np.array_equal(executor.run(good), before)
+
+    def test_a_batch_without_logits(self, executor: NativeExecutor) -> None:
+        batch = replace(build([Part([1, 2, 3], 0, [0])], 32), logits_rows=np.zeros(0, np.int32))
+        assert executor.run(batch).shape == (0, 512)
+
+    def test_options(self) -> None:
+        checkpoint = open_checkpoint(shared_dir("data", "models", "stories260K-f32.gguf"))
+        with pytest.raises(UnsupportedModelError, match="at most"):
+            NativeExecutor(checkpoint, EngineConfig(max_model_len=10**6))
+        with pytest.raises(InsufficientMemoryError, match="one block"):
+            NativeExecutor(checkpoint, EngineConfig(kv_cache_memory=1000))
+        with pytest.raises(InsufficientMemoryError, match="do not fit"):
+            NativeExecutor(checkpoint, EngineConfig(kv_cache_memory=1 << 50))
+        with pytest.raises(UnsupportedModelError, match="instruction set"):
+            NativeExecutor(checkpoint, EngineConfig(isa="avx9000"))
+
+
+def test_close_is_idempotent() -> None:
+    executor = NativeExecutor(
+        open_checkpoint(shared_dir("data", "models", "stories260K-f32.gguf")), EngineConfig(num_threads=1)
+    )
+    executor.close()
+    executor.close()
+
+
+def test_two_models_do_not_influence_each_other() -> None:
+    path = shared_dir("data", "models", "stories260K-f32.gguf")
+    config = EngineConfig(num_threads=1, kv_cache_memory=4 << 20)
+    a, b = (NativeExecutor(open_checkpoint(path), config) for _ in range(2))
+    ids = tokens(20, 512)
+    alone = run_chunks(a, ids, [0], 20)
+    run_chunks(b, tokens(20, 512, seed=1), [0], 20)
+    assert np.array_equal(a.run(build([Part([5], 20, [0])], 32)), a.run(build([Part([5], 20, [0])], 32)))
+    assert np.array_equal(run_chunks(b, ids, [3], 20), alone)
