@@ -81,6 +81,7 @@ REFUSED = {
     "eps not finite": ({"attention.layer_norm_rms_epsilon": math.nan}, InvalidModelFileError, "epsilon is nan"),
     "groups": ({"attention.head_count_kv": 3}, InvalidModelFileError, "attn_k.weight|groups"),
     "head size": ({"attention.key_length": 10}, InvalidModelFileError, r"attn_q\.weight .*ask for \[40, 24\]"),
+    "enormous head": ({"attention.key_length": 1 << 24}, InvalidModelFileError, "key_length is 16777216"),
     "rope base": ({"rope.freq_base": 1.0}, InvalidModelFileError, "freq_base"),
     "odd rope": ({"rope.dimension_count": 7}, InvalidModelFileError, "dimension_count is 7"),
     "rope beyond head": ({"rope.dimension_count": 10}, InvalidModelFileError, "dimension_count is 10"),

@@ -21,8 +21,8 @@ from caudal.models.config import ModelConfig
 
 Build = Callable[[Builder, ModelConfig], Value]
 
-# Buffers that some converters left in the file; their content follows from the metadata.
-_IGNORABLE = re.compile(r"(blk\.\d+\.)?(attn_rot_embd|rope_freqs|attn\.rotary_emb\.inv_freq)(\.weight)?")
+# Rotary frequencies that old converters stored for each layer; they follow from the metadata.
+_IGNORABLE = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from caudal.formats import HostTensor
 from caudal.graph.program import RopeStyle
 from caudal.models.rope import RopeConfig
 
-_MAX_WIDTH = 1 << 24  # far above any model; keeps products of sizes from a broken file small
+# Far above any model. They keep what is computed from a broken file's numbers small until its tensors refute them.
+_MAX_WIDTH = 1 << 24
+_MAX_HEAD = 1 << 14
+_MAX_TOKENS = (1 << 31) - 1
 
 # Keys that would change the results if they were overlooked: the value that means "not used", and what it is.
 _UNSUPPORTED: Mapping[str, tuple[float, str]] = {
@@ -72,8 +75,8 @@ class ModelConfig:
         if n_layers > len(tensors):
             raise InvalidModelFileError(f"{m.arch}.block_count is {n_layers}, but the file has {len(tensors)} tensors")
         d_model, n_heads = m.size("embedding_length"), m.size("attention.head_count")
-        head_dim = m.size("attention.key_length", d_model // n_heads)
-        context_length = m.size("context_length")
+        head_dim = m.size("attention.key_length", d_model // n_heads, maximum=_MAX_HEAD)
+        context_length = m.size("context_length", maximum=_MAX_TOKENS)
         return cls(
             arch=m.arch,
             n_layers=n_layers,
@@ -82,12 +85,12 @@ class ModelConfig:
             n_heads=n_heads,
             n_kv_heads=m.size("attention.head_count_kv", n_heads),
             head_dim=head_dim,
-            v_head_dim=m.size("attention.value_length", head_dim),
+            v_head_dim=m.size("attention.value_length", head_dim, maximum=_MAX_HEAD),
             vocab_size=embedding.shape[0],
             norm_eps=m.number("attention.layer_norm_rms_epsilon"),
             context_length=context_length,
             rope=_rope_from_gguf(m, head_dim, context_length, rope_style),
-            window=m.size("attention.sliding_window", 0, minimum=0),
+            window=m.size("attention.sliding_window", 0, minimum=0, maximum=_MAX_TOKENS),
         )
 
 
@@ -119,7 +122,7 @@ def _rope_from_gguf(m: _Metadata, head_dim: int, context_length: int, style: Rop
         style,
         "yarn",
         factor,
-        original_context_length=m.size("rope.scaling.original_context_length", context_length),
+        original_context_length=m.size("rope.scaling.original_context_length", context_length, maximum=_MAX_TOKENS),
         ext_factor=ext_factor if ext_factor >= 0 else 1.0,  # negative: the default
         attn_factor=m.number("rope.scaling.yarn_attn_factor", m.number("rope.scaling.attn_factor", 1.0)),
         beta_fast=m.number("rope.scaling.yarn_beta_fast", 32.0),
@@ -157,11 +160,11 @@ class _Metadata:
             raise InvalidModelFileError(f"{self.arch}.{key} is {value!r}; it must be a finite number")
         return float(value)
 
-    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_WIDTH) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_WIDTH:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise InvalidModelFileError(
-                f"{self.arch}.{key} is {value!r}; it must be a whole number from {minimum} to {_MAX_WIDTH}"
+                f"{self.arch}.{key} is {value!r}; it must be a whole number from {minimum} to {maximum}"
             )
         return value
 
