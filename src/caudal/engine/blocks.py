@@ -72,6 +72,10 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._blocks[block_id].num_references == 0
 
+    def num_references(self, block_id: int) -> int:
+        """Block tables that hold it."""
+        return self._blocks[block_id].num_references
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks to write to; they forget what they held. The caller checks `num_free`."""
         assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"

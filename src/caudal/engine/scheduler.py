@@ -303,11 +303,11 @@ class Scheduler:
                 budget -= num_tokens
 
         first = min(candidates, key=lambda c: (c.priority, c.order))
-        grant(first.seq, budget if len(candidates) == 1 else (budget + 1) // 2)
+        before = budget
+        grant(first.seq, (budget + 1) // 2)
+        first.remaining -= before - budget
         for candidate in sorted(candidates, key=lambda c: (c.priority, c.remaining, c.order)):
-            if candidate is not first:
-                grant(candidate.seq, budget)
-        grant(first.seq, budget)
+            grant(candidate.seq, budget)
 
     def _probe(self, seq: Sequence) -> _Probe:
         """Look the beginning of a waiting sequence up. Its last token is always computed anew, for its logits."""
