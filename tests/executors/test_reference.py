@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from caudal.core import InsufficientMemoryError, InvalidRequestError, RequestTooLongError
+from caudal.core import InsufficientMemoryError, InvalidRequestError, RequestTooLongError, UnsupportedModelError
 from caudal.executors.base import Executor
 from caudal.executors.driver import run_tokens, sequence_batch
 from caudal.executors.reference import ReferenceExecutor
@@ -110,7 +110,9 @@ def test_reference_layout_and_limits():
     assert executor.max_model_len == 256
     assert executor.kv_layout.num_blocks == 8
     assert executor.kv_layout.block_bytes == 2 * 32 * 2 * (8 + 8) * 4  # layers, tokens, heads, keys and values, float32
-    assert ReferenceExecutor(model(), max_model_len=10_000).max_model_len == 256
+    assert ReferenceExecutor(model(), max_model_len=33).kv_layout.num_blocks == 2
+    with pytest.raises(UnsupportedModelError, match="at most 256 tokens"):
+        ReferenceExecutor(model(), max_model_len=257)
     assert ReferenceExecutor(model(), num_blocks=3).kv_layout.num_blocks == 3
 
 

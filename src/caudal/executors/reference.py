@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from caudal.core import InsufficientMemoryError, InvalidRequestError
+from caudal.core import InsufficientMemoryError, InvalidRequestError, UnsupportedModelError
 from caudal.executors.base import KVLayout
 from caudal.graph.ops import SPECS, Call, Step
 from caudal.models import build_program
@@ -34,11 +34,15 @@ class ReferenceExecutor:
         """max_model_len: 0: the model's context length. num_blocks: of the cache; 0: room for one sequence.
         program: a validated one to run in place of the checkpoint's model; max_model_len must then be given.
 
-        Raises UnsupportedModelError or InvalidModelFileError (from `build_program`) and InsufficientMemoryError.
+        Raises UnsupportedModelError, InvalidModelFileError (from `build_program`) and InsufficientMemoryError.
         """
         if program is None:
             config, program = build_program(checkpoint)
-            max_model_len = min(max_model_len or config.context_length, config.context_length)
+            if max_model_len > config.context_length:
+                raise UnsupportedModelError(
+                    f"the model was made for at most {config.context_length} tokens of context, not {max_model_len}"
+                )
+            max_model_len = max_model_len or config.context_length
         num_blocks = num_blocks or -(-max_model_len // _BLOCK_SIZE)
         self._max_model_len = max_model_len
         self._program = program
