@@ -15,7 +15,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*/*.cpp native/*/*.h)
 SANITIZED := build/sanitized
 PYTEST_ARGS ?=
 
-.PHONY: help chat serve test lint format native-test model clean
+.PHONY: help chat serve test lint format stubs docs native-test model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -43,6 +43,13 @@ format: $(VENV)/.dev  ## Format the Python and the C++
 	@$(BIN)/ruff check --quiet --select I --fix .
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/clang-format -i $(filter-out CMakeLists.txt,$(NATIVE))
+
+stubs: $(VENV)/.installed $(VENV)/.dev  ## Write the type stub of the native module anew
+	@$(BIN)/python -m nanobind.stubgen --quiet -m caudal._native -o src/caudal/_native.pyi
+	@$(BIN)/ruff format --quiet src/caudal/_native.pyi
+
+docs: $(VENV)/.installed  ## Write docs/cli.md anew
+	@$(BIN)/python docs/generate_cli.py
 
 native-test: $(VENV)/.build-tools  ## Build the native tests with sanitizers and run them
 	@echo "» Building the native tests (AddressSanitizer, UndefinedBehaviorSanitizer) ..."

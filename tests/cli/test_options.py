@@ -21,6 +21,10 @@ from caudal.config import EngineConfig, ServerConfig
 from caudal.core import SamplingParams
 
 
+def words(line):
+    return line.split()
+
+
 def parse(decorator, settings, *arguments):
     """The settings that a command with these flags would get."""
     seen = []
@@ -47,8 +51,8 @@ def test_the_flags_of_serve_that_others_rely_on():
     config = parse(
         engine_options(),
         EngineConfig,
-        *"--threads 2 --ctx 4096 --kv-cache-memory 64MiB --kv-type q8 --max-num-seqs 8".split(),
-        *"--max-num-batched-tokens 256 --no-prefix-caching".split(),
+        *words("--threads 2 --ctx 4096 --kv-cache-memory 64MiB --kv-type q8 --max-num-seqs 8"),
+        *words("--max-num-batched-tokens 256 --no-prefix-caching"),
     )
     assert config == EngineConfig(
         num_threads=2,
@@ -60,7 +64,7 @@ def test_the_flags_of_serve_that_others_rely_on():
         prefix_caching=False,
     )
     server = parse(
-        server_options, ServerConfig, *"--host ::1 --port 9 --api-key k --allowed-origins a --allowed-origins b".split()
+        server_options, ServerConfig, *words("--host ::1 --port 9 --api-key k --allowed-origins a --allowed-origins b")
     )
     assert server == ServerConfig(host="::1", port=9, api_key="k", allowed_origins=("a", "b"))
 
@@ -82,7 +86,7 @@ def test_sampling_flags():
     params = parse(
         sampling_options,
         SamplingParams,
-        *"--temperature 0.5 --top-k 40 --stop a --stop b --seed 7 --ignore-eos".split(),
+        *words("--temperature 0.5 --top-k 40 --stop a --stop b --seed 7 --ignore-eos"),
     )
     assert params == SamplingParams(temperature=0.5, top_k=40, stop=("a", "b"), seed=7, ignore_eos=True)
 

@@ -11,7 +11,7 @@ from caudal.cli.support.output import print_json, print_table
 from caudal.config import format_size
 
 
-@click.command(short_help="List the models on this machine, and those that can be fetched by name.")
+@click.command(short_help="List models that are here or can be fetched.")
 @json_option
 def command(as_json: bool) -> None:
     """List the models in the store, and those that `caudal pull` knows by name.

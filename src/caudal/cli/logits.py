@@ -9,7 +9,7 @@ import click
 
 from caudal.cli.support.options import IntList, engine_options, model_argument, take
 from caudal.config import EngineConfig
-from caudal.core import UnsupportedModelError
+from caudal.core import InvalidRequestError, UnsupportedModelError
 
 
 @click.command(short_help="Write the logits of a token sequence to a file.")
@@ -47,6 +47,8 @@ def command(
     config = take(EngineConfig, settings)
     runner = open_executor(open_model(model), executor, config)
     try:
+        if outside := [token for token in tokens if token >= runner.vocab_size]:
+            raise InvalidRequestError(f"--tokens has {outside[0]}; token ids go from 0 to {runner.vocab_size - 1}")
         logits = run_tokens(runner, tokens, chunk_sizes=(config.max_num_batched_tokens,), all_logits=all_positions)
     finally:
         runner.close()

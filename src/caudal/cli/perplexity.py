@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 @model_argument
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-c", "--context", default=512, show_default=True, help="Tokens in each chunk.")
-@click.option("--executor", type=click.Choice(("native", "reference")), default="native", show_default=True)
+@click.option("--chunks", type=click.IntRange(1), help="Compute at most that many; default: all.")
+@click.option(
+    "--executor", type=click.Choice(("native", "reference")), default="native", show_default=True, help="What computes."
+)
 @engine_options("num_threads", "kv_type", "max_num_batched_tokens", "isa")
 @json_option
-def command(model: str, file: Path, context: int, executor: str, as_json: bool, **settings: Any) -> None:
+def command(
+    model: str, file: Path, context: int, chunks: int | None, executor: str, as_json: bool, **settings: Any
+) -> None:
     """Perplexity of the text in FILE, counted as llama-perplexity does.
 
     The text is cut into chunks of --context tokens, each computed afresh; the predictions in the second half
@@ -51,6 +56,7 @@ def command(model: str, file: Path, context: int, executor: str, as_json: bool, 
     num_chunks = len(token_ids) // context
     if num_chunks == 0:
         raise InvalidRequestError(f"{file} has {len(token_ids)} tokens; at least {context} are needed (-c)")
+    num_chunks = min(num_chunks, chunks or num_chunks)
     config = take(EngineConfig, settings | {"max_model_len": context})
     runner = open_executor(checkpoint, executor, config)
     losses: list[NDArray[np.float64]] = []

@@ -41,7 +41,7 @@ def command(model: str, prompt: tuple[str, ...], system: str, raw: bool, as_json
     text = _read_prompt(prompt)
     params = take(SamplingParams, settings)
     with open_session(model, take(EngineConfig, settings)) as session:
-        if raw or not session.has_chat_template:
+        if raw:
             prompt_ids = session.tokenizer.encode(text)
         else:
             head = [{"role": "system", "content": system}] if system else []

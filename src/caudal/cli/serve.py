@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
@@ -29,3 +28,24 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
     """
     if len(models) > 1:
         raise click.UsageError(f"one model for each server; start another one for {' and '.join(models[1:])}")
+
+    from caudal.api.server import serve
+    from caudal.api.service import ServedModel
+    from caudal.cli.support.session import display_name, load_model
+    from caudal.store import default_model
+
+    name = models[0] if models else default_model()
+    server_config = take(ServerConfig, settings)
+    engine_config = take(EngineConfig, settings)
+
+    def load() -> ServedModel:
+        loaded = load_model(name, engine_config)
+        return ServedModel(
+            name=server_config.served_model_name or display_name(name),
+            engine=loaded.engine,
+            tokenizer=loaded.tokenizer,
+            chat_template=loaded.chat_template,
+            max_model_len=loaded.engine.max_model_len,
+        )
+
+    serve(load, server_config, remark)

@@ -9,10 +9,10 @@ from caudal.cli.support.options import json_option
 from caudal.cli.support.output import print_json
 
 
-@click.command(short_help="Show the version, and what the native core found on this machine.")
+@click.command(short_help="Show versions and what this machine offers.")
 @json_option
 def command(as_json: bool) -> None:
-    """Show the version, and what the native core found on this machine.
+    """Show versions and what this machine offers.
 
     \b
     Examples:

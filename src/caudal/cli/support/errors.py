@@ -8,6 +8,7 @@ import sys
 
 from caudal.core import (
     CaudalError,
+    DownloadError,
     InsufficientMemoryError,
     InvalidModelFileError,
     ModelNotFoundError,
@@ -23,6 +24,7 @@ EXIT_CODES = {
     5: "valid model file, but not supported",
     6: "not enough memory",
     7: "address already in use",
+    8: "download failed",
     130: "interrupted (Ctrl-C)",
 }
 
@@ -31,12 +33,13 @@ _CODES: tuple[tuple[type[CaudalError], int], ...] = (
     (InvalidModelFileError, 4),
     (UnsupportedModelError, 5),
     (InsufficientMemoryError, 6),
+    (DownloadError, 8),
 )
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code for an error; see EXIT_CODES."""
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+    if any(isinstance(e, OSError) and e.errno == errno.EADDRINUSE for e in (error, error.__cause__)):
         return 7
     if isinstance(error, MemoryError):
         return 6
