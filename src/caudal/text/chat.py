@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -30,7 +31,10 @@ PLAIN = """\
 
 MAX_DEPTH = 64  # of nested values in a message or a tool
 _TEXT_PARTS = ("text", "input_text", "output_text")
+# Variables beside the messages, where there are no tools: as most templates expect them, and as some do.
+_FORMS: tuple[dict[str, object], ...] = ({"tools": None}, {"tools": []}, {"tools": None, "functions": ""})
 _PROBE = "c4ud4l"  # a text that no template writes by itself
+_QUESTION: dict[str, Any] = {"role": "user", "content": "hi"}
 _OPEN_END = "c4ud4l-open-end "  # its space shows whether the template trims what it is given
 
 
@@ -50,9 +54,9 @@ class ChatTemplate:
         """`tool_source` is used in place of `source` when tools are given; `clock` is what `strftime_now` shows."""
         self.source = source
         self.origin = origin
-        self._tool_source = tool_source
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._clock = clock
+        tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._program = _Program(source, tokens, clock)
+        self._tool_program = self._program if tool_source is None else _Program(tool_source, tokens, clock)
 
     @classmethod
     def from_gguf(
@@ -106,129 +110,178 @@ class ChatTemplate:
         Raises InvalidRequestError if the template rejects the conversation, with its words, or a message has parts
         other than text; UnsupportedModelError if the template is broken or takes more time or memory than it may.
         """
-        source = self._tool_source if tools and self._tool_source is not None else self.source
-        prepared = [self._prepare(message, index) for index, message in enumerate(messages)]
-        if continue_final_message:
-            if add_generation_prompt:
-                raise InvalidRequestError(
-                    "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
-                )
-            return self._render_open(source, prepared, tools, extra)
-        return self._run(source, prepared, tools, add_generation_prompt, extra)
+        program = self._tool_program if tools else self._program
+        prepared = [self._prepare(message, index, program) for index, message in enumerate(messages)]
+        if not continue_final_message:
+            return program.render(prepared, tools, add_generation_prompt, extra)
+        if add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
+            )
+        _open_end(prepared)
+        text = program.render(prepared, tools, False, extra)
+        before, found, after = text.rpartition(_OPEN_END.rstrip())
+        if not found:
+            raise InvalidRequestError("the model's chat template does not show the final message", "messages")
+        return before if after.startswith(" ") else before.rstrip()
 
     @property
     def supports_tools(self) -> bool:
         """Whether the template writes the tools that it is given into the prompt."""
-        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
-        return _PROBE in self._probe([{"role": "user", "content": "hi"}], tools=[tool])
+        return self._tool_program.supports_tools
 
-    def _render_open(
-        self,
-        source: str,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        extra: Mapping[str, object],
-    ) -> str:
-        final = messages[-1] if messages else {}
-        content = final.get("content")
-        if self._wants_parts and isinstance(content, list) and content:
-            parts = cast("list[dict[str, Any]]", content)
-            final["content"] = [*parts[:-1], {**parts[-1], "text": parts[-1]["text"] + _OPEN_END}]
-        elif isinstance(content, str):
-            final["content"] = content + _OPEN_END
-        else:
-            raise InvalidRequestError("the final message has no text to continue", "messages")
-        text = self._run(source, messages, tools, False, extra)
-        mark = _OPEN_END.rstrip()
-        before, found, _ = text.rpartition(mark)
-        if not found:
-            raise InvalidRequestError("the model's chat template does not show the final message", "messages")
-        return before if text[len(before) :].startswith(_OPEN_END) else before.rstrip()
-
-    def _prepare(self, message: Message, index: int) -> dict[str, Any]:
+    def _prepare(self, message: Message, index: int, program: _Program) -> dict[str, Any]:
         """A copy in the form that the template expects, without the fields that are null."""
         where = f"messages[{index}]"
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"{where} needs a role, such as 'user'", f"{where}.role")
         prepared = {key: _plain(value) for key, value in message.items() if value is not None}
         if "content" in prepared:
-            prepared["content"] = self._content(prepared["content"], where)
-        if prepared.get("tool_calls"):
-            as_object, content = self._tool_call_form
-            if "content" not in prepared and content != "missing":
-                prepared["content"] = content
-            prepared["tool_calls"] = [_tool_call(call, as_object) for call in prepared["tool_calls"]]
+            texts = _texts(prepared["content"], where)
+            prepared["content"] = (
+                [{"type": "text", "text": text} for text in texts] if program.wants_parts else "\n".join(texts)
+            )
+        calls = prepared.get("tool_calls")
+        if calls:
+            if not isinstance(calls, list) or not all(map(_is_tool_call, cast("list[object]", calls))):
+                raise InvalidRequestError(f"{where}.tool_calls must be a list of calls", f"{where}.tool_calls")
+            as_object = program.arguments_as_objects
+            prepared["tool_calls"] = [_tool_call(call, as_object) for call in cast("list[dict[str, Any]]", calls)]
+            if not prepared.get("content"):
+                prepared.update(program.content_beside_tool_calls)
         return prepared
 
-    def _content(self, content: object, where: str) -> object:
-        if isinstance(content, list):
-            texts = [_part_text(part, where) for part in cast("list[object]", content)]
-        elif isinstance(content, str):
-            if not self._wants_parts:
-                return content
-            texts = [content]
-        else:
-            raise InvalidRequestError(f"{where}.content must be a string or a list of parts", f"{where}.content")
-        return [{"type": "text", "text": text} for text in texts] if self._wants_parts else "\n".join(texts)
 
-    @cached_property
-    def _wants_parts(self) -> bool:
-        """Whether the template can only show contents that are lists of parts."""
-        if _PROBE in self._probe([{"role": "user", "content": _PROBE}]):
-            return False
-        return _PROBE in self._probe([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+class _Program:
+    """One Jinja source with what it expects of its input, found out by trying."""
 
-    @cached_property
-    def _tool_call_form(self) -> tuple[bool, str | None]:
-        """(arguments as an object rather than JSON text, content beside tool calls) that the template shows right."""
-        question = {"role": "user", "content": "hi"}
-        for content in ("missing", None, ""):
-            for arguments in ({_PROBE: "x"}, json.dumps({_PROBE: "x"})):
-                call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": arguments}}
-                answer: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
-                if content == "missing":
-                    del answer["content"]
-                text = self._probe([question, answer])
-                if _PROBE in text and f"'{_PROBE}'" not in text and f'\\"{_PROBE}' not in text and "None" not in text:
-                    return not isinstance(arguments, str), content
-        return True, "missing"
+    def __init__(self, source: str, tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
+        self._source = source
+        self._tokens = tokens
+        self._clock = clock
 
-    def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """What the template makes of a test conversation; nothing if it rejects it."""
-        source = self._tool_source if self._tool_source is not None else self.source
-        try:
-            return self._run(source, messages, tools, False, {})
-        except InvalidRequestError:
-            return ""
-
-    def _run(
+    def render(
         self,
-        source: str,
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         extra: Mapping[str, object],
     ) -> str:
-        variables = {
-            **self._tokens,
-            "documents": None,
-            **{key: _plain(value) for key, value in extra.items()},
-            "messages": messages,
-            "tools": _plain(tools) or None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        return self._compiled[source].render(variables)
+        from caudal.text.sandbox import TemplateFailedError
+
+        try:
+            return self._run(messages, tools, self._form, add_generation_prompt, extra)
+        except TemplateFailedError as error:
+            raise InvalidRequestError(
+                f"the model's chat template cannot show this conversation: {error}", "messages"
+            ) from error
 
     @cached_property
-    def _compiled(self) -> dict[str, CompiledTemplate]:
+    def wants_parts(self) -> bool:
+        """Whether the template can only show contents that are lists of parts."""
+        if _PROBE in self._try([{"role": "user", "content": _PROBE}]):
+            return False
+        return _PROBE in self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+
+    @cached_property
+    def supports_tools(self) -> bool:
+        parameters: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+        function: dict[str, Any] = {"name": _PROBE, "description": "", "parameters": parameters}
+        return _PROBE in self._try([_QUESTION], tools=[{"type": "function", "function": function}])
+
+    @property
+    def arguments_as_objects(self) -> bool:
+        """Whether the template wants the arguments of a tool call as an object rather than as JSON text."""
+        return self._tool_call_form[0]
+
+    @property
+    def content_beside_tool_calls(self) -> dict[str, Any]:
+        """What the template needs for the content of a message that has none, only tool calls."""
+        return self._tool_call_form[1]
+
+    @cached_property
+    def _tool_call_form(self) -> tuple[bool, dict[str, Any]]:
+        contents: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
+        for content in contents:
+            for arguments in ({_PROBE: "x"}, json.dumps({_PROBE: "x"})):
+                call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": arguments}}
+                text = self._try([_QUESTION, {"role": "assistant", **content, "tool_calls": [call]}])
+                # Not Python's way to write an object, not JSON inside JSON, not the content None as a word.
+                if _PROBE in text and not any(bad in text for bad in (f"'{_PROBE}'", f'\\"{_PROBE}', "None")):
+                    return not isinstance(arguments, str), content
+        return True, {}
+
+    @cached_property
+    def _form(self) -> dict[str, object]:
+        """Variables for a conversation without tools, in the first form with which the template works at all."""
+        from caudal.text.sandbox import TemplateFailedError
+
+        failure = ""
+        for form in _FORMS:
+            for content in ("hi", [{"type": "text", "text": "hi"}]):
+                try:
+                    self._run([{"role": "user", "content": content}], None, form, True, {})
+                except InvalidRequestError:  # in its own words, so it works
+                    return form
+                except TemplateFailedError as error:
+                    failure = failure or str(error)
+                else:
+                    return form
+        raise UnsupportedModelError(f"the model's chat template is broken: {failure}")
+
+    def _try(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """What the template makes of a test conversation; nothing if it does not show it."""
+        try:
+            return self.render(messages, tools, False, {})
+        except InvalidRequestError:
+            return ""
+
+    def _run(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        form: Mapping[str, object],
+        add_generation_prompt: bool,
+        extra: Mapping[str, object],
+    ) -> str:
+        variables: dict[str, object] = {"documents": None, **self._tokens, **form}
+        if tools:
+            variables["tools"] = _plain(tools)
+        if "functions" in form:  # Fireworks' names
+            variables["functions"] = json.dumps(variables["tools"], indent=2) if tools else ""
+            variables["datetime"] = self._clock().strftime("%b %d %Y %H:%M:%S GMT")
+        variables.update({key: _plain(value) for key, value in extra.items()})
+        variables.update(messages=messages, add_generation_prompt=add_generation_prompt)
+        return self._compiled.render(variables)
+
+    @cached_property
+    def _compiled(self) -> CompiledTemplate:
         from caudal.text.sandbox import CompiledTemplate
 
-        sources = {self.source} if self._tool_source is None else {self.source, self._tool_source}
-        return {source: CompiledTemplate(source, self._clock) for source in sources}
+        return CompiledTemplate(self._source, self._clock)
+
+
+def _open_end(messages: list[dict[str, Any]]) -> None:
+    """Marks the end of the last message's text."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _OPEN_END
+    elif content:
+        content[-1]["text"] += _OPEN_END
+    else:
+        raise InvalidRequestError("the final message has no text to continue", "messages")
+
+
+def _texts(content: object, where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where}.content must be a string or a list of parts", f"{where}.content")
+    return [_part_text(part, where) for part in cast("list[object]", content)]
 
 
 def _part_text(part: object, where: str) -> str:
-    fields = cast("Mapping[str, object]", part) if isinstance(part, Mapping) else {}
+    fields = cast("Mapping[str, object]", part if isinstance(part, Mapping) else {})
     kind, text = fields.get("type"), fields.get("text")
     if kind not in _TEXT_PARTS:
         raise InvalidRequestError(
@@ -239,24 +292,22 @@ def _part_text(part: object, where: str) -> str:
     return text
 
 
-def _tool_call(call: object, as_object: bool) -> object:
+def _is_tool_call(call: object) -> bool:
+    return isinstance(call, dict) and isinstance(cast("dict[str, object]", call).get("function", {}), dict)
+
+
+def _tool_call(call: dict[str, Any], as_object: bool) -> dict[str, Any]:
     """The call with its arguments as the template wants them: an object or JSON text."""
-    if not isinstance(call, dict):
+    function: dict[str, Any] | None = call.get("function")
+    if function is None or "arguments" not in function:
         return call
-    fields = cast("dict[str, Any]", call)
-    function = fields.get("function")
-    if not isinstance(function, dict):
-        return fields
-    arguments = cast("dict[str, Any]", function).get("arguments")
+    arguments = function["arguments"]
     if as_object and isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:  # a model's own attempt at JSON may be damaged; it is shown as it was
-            parsed = arguments
-        arguments = parsed
-    elif not as_object and arguments is not None and not isinstance(arguments, str):
+        with suppress(ValueError):  # what a model wrote may be damaged; it is shown as it is
+            arguments = json.loads(arguments or "{}")
+    elif not as_object and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**fields, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _plain(value: object, depth: int = 0) -> Any:

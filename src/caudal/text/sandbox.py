@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, wraps
-from typing import Any, NoReturn, cast
+from functools import wraps
+from itertools import islice
+from typing import Any, NoReturn, TypeGuard, cast
 
 import jinja2
 import jinja2.ext
@@ -47,6 +48,10 @@ class TemplateLimitError(TemplateRuntimeError):
 
 class RaisedByTemplateError(TemplateRuntimeError):
     """The template called `raise_exception`: the conversation is not one that it can write."""
+
+
+class TemplateFailedError(Exception):
+    """The template ran into an error of its own: it is broken, or its input is not what it expects."""
 
 
 class _Budget:
@@ -82,33 +87,16 @@ class CompiledTemplate:
             raise UnsupportedModelError(f"the model's chat template is not valid: {error}") from error
 
     def render(self, variables: Mapping[str, object]) -> str:
-        """Raises InvalidRequestError if the conversation is at fault, UnsupportedModelError if the template is."""
+        """Raises InvalidRequestError with the template's words if it rejects its input, UnsupportedModelError if it
+        goes too far, and TemplateFailedError if it fails in any other way."""
         try:
             return self._render(variables)
         except RaisedByTemplateError as error:
             raise InvalidRequestError(f"the model's chat template rejects this: {error}", "messages") from error
         except (TemplateLimitError, SecurityError) as error:
             raise UnsupportedModelError(f"the model's chat template is refused: {error}") from error
-        except Exception as error:  # the program is not ours: it may fail in any way
-            text = f"{type(error).__name__}: {error}"
-            if self._works:
-                raise InvalidRequestError(
-                    f"the model's chat template cannot show this conversation: {text}", "messages"
-                ) from error
-            raise UnsupportedModelError(f"the model's chat template is broken: {text}") from error
-
-    @cached_property
-    def _works(self) -> bool:
-        """Whether the template can show the plainest conversation."""
-        for content in ("hi", [{"type": "text", "text": "hi"}]):
-            try:
-                self._render({"messages": [{"role": "user", "content": content}], "tools": None})
-            except RaisedByTemplateError:
-                return True
-            except Exception:  # noqa: BLE001  (see `render`)
-                continue
-            return True
-        return False
+        except Exception as error:  # a program that is not ours may raise anything
+            raise TemplateFailedError(f"{type(error).__name__}: {error}") from error
 
     def _render(self, variables: Mapping[str, object]) -> str:
         chunks: list[str] = []
@@ -135,13 +123,25 @@ class Environment(ImmutableSandboxedEnvironment):
         )
         self.filters["tojson"] = _tojson
         self.filters[_CONCAT] = _concat
-        for name, function in list(self.filters.items()):
-            self.filters[name] = _counted(name, function)
+        filters = cast("dict[str, Callable[..., Any]]", self.filters)
+        for name, function in list(filters.items()):
+            filters[name] = _counted(name, function)
         del self.globals["lipsum"]
-        self.globals["dict"] = _make_dict
-        self.globals["namespace"] = _Namespace
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: clock().strftime(form)
+
+        def strftime_now(form: str) -> str:
+            return clock().strftime(form)
+
+        names: dict[str, object] = {
+            "dict": _make_dict,
+            "namespace": _Namespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": strftime_now,
+        }
+        cast("dict[str, object]", self.globals).update(names)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # Templates collect things in lists. What they are given are copies, so nothing of ours changes.
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
@@ -159,15 +159,14 @@ class Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for sequence, times in ((left, right), (right, left)):
-                if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+                if isinstance(times, int) and _has_length(sequence):
                     _check_length(sequence, len(sequence) * times)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() * abs(right) > MAX_INT_BITS:
                 raise TemplateLimitError("a power is too large")
         elif operator == "%" and isinstance(left, str):
-            arguments = cast("list[Any]", list(right) if isinstance(right, tuple) else [right])
-            _check_growth("%", left, arguments)
-        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _check_growth("%", left, list(right) if _has_length(right) and not isinstance(right, str) else [right])
+        elif operator == "+" and _has_length(left) and _has_length(right):
             _check_length(left, len(left) + len(right))
         return _check_size(super().call_binop(context, operator, left, right))
 
@@ -190,7 +189,7 @@ class Environment(ImmutableSandboxedEnvironment):
 class _ReplaceConcat(NodeTransformer):
     """`a ~ b` becomes a filter, which can be counted."""
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         parts = nodes.List(node.nodes).set_lineno(node.lineno)
         return nodes.Filter(parts, _CONCAT, [], [], None, None).set_lineno(node.lineno)
@@ -207,22 +206,22 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that start with an underscore: they can shadow Python's own."""
+    """Jinja's, without names that start with an underscore: they could shadow Python's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
         for name in values:
-            self._check(name)
+            _check_name(name)
         super().__init__(values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._check(name)
+        _check_name(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def _check(name: object) -> None:
-        if not isinstance(name, str) or name.startswith("_"):
-            raise SecurityError(f"a namespace has no attribute {name!r}")
+
+def _check_name(name: object) -> None:  # not a method: attributes of a namespace are the template's
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have an attribute {name!r}")
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -241,7 +240,15 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as `transformers` writes it for templates: not escaped for HTML, which Jinja's own filter does."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Iterator):  # what `map` and `select` give
+        return list(islice(cast("Iterator[Any]", value), MAX_ITEMS))
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def _concat(parts: list[Any]) -> str:
@@ -269,7 +276,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = list(value)
             _check_join(value, args[0] if args else kwargs.get("d", ""))
         _check_growth(name, value, [*args, *kwargs.values()])
-        _budget(context).spend(len(value) if isinstance(value, str | list | tuple | dict) else 1)
+        _budget(context).spend(len(value) if _has_length(value) else 1)
         if passes is None:
             return _check_size(function(value, *args, **kwargs))
         first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[passes.name]
@@ -318,15 +325,19 @@ def _check_join(items: list[Any], separator: Any) -> None:
         raise TemplateLimitError(f"'join' would make a value of about {size} characters")
 
 
-def _check_length(kind: str | list[Any] | tuple[Any, ...], length: int) -> None:
+def _has_length(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, str | list | tuple)
+
+
+def _check_length(kind: Sequence[Any], length: int) -> None:
     if length > (MAX_STRING_CHARS if isinstance(kind, str) else MAX_ITEMS):
         raise TemplateLimitError(f"a value would have a length of {length}")
 
 
 def _check_size(value: Any) -> Any:
     """`value`, if it is not too large."""
-    if isinstance(value, str | list | tuple):
-        _check_length(cast("str | list[Any]", value), len(cast("str | list[Any]", value)))
+    if _has_length(value):
+        _check_length(value, len(value))
     elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         raise TemplateLimitError("a number is too large")
     return value
