@@ -5,29 +5,55 @@
 namespace caudal {
 namespace {
 
-void put_row(PanelQ4_1& to, int row, const BlockQ4_1& from) {
-  to.d[row] = from.d;
-  to.m[row] = from.m;
-  for (int j = 0; j < 4; ++j) std::memcpy(to.codes[j][row], from.codes + 4 * j, 4);
+using Dwords [[gnu::vector_size(16)]] = uint32_t;
+
+// Copies 16 bytes of each of 4 rows: dword j of the rows goes to line j, next to each other.
+template <class Byte>
+void put_dwords(const Byte* const (&rows)[4], Byte (*lines)[kPanelRows][4], int first_row) {
+  Dwords v[4];
+  for (int r = 0; r < 4; ++r) std::memcpy(&v[r], rows[r], sizeof(Dwords));
+  const Dwords a = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5);
+  const Dwords b = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
+  const Dwords c = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
+  const Dwords d = __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
+  const Dwords columns[4] = {
+      __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+      __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+  for (int j = 0; j < 4; ++j) std::memcpy(lines[j][first_row], &columns[j], sizeof(Dwords));
 }
 
-void put_row(PanelQ8_0& to, int row, const BlockQ8_0& from) {
-  to.d[row] = from.d;
-  for (int j = 0; j < 8; ++j) std::memcpy(to.codes[j][row], from.codes + 4 * j, 4);
+// Puts a block of each of 4 rows into rows `first` .. of the panel.
+void put_rows(PanelQ4_1& to, int first, const BlockQ4_1* const (&from)[4]) {
+  for (int r = 0; r < 4; ++r) {
+    to.d[first + r] = from[r]->d;
+    to.m[first + r] = from[r]->m;
+  }
+  put_dwords({from[0]->codes, from[1]->codes, from[2]->codes, from[3]->codes}, to.codes, first);
+}
+
+void put_rows(PanelQ8_0& to, int first, const BlockQ8_0* const (&from)[4]) {
+  for (int r = 0; r < 4; ++r) to.d[first + r] = from[r]->d;
+  put_dwords({from[0]->codes, from[1]->codes, from[2]->codes, from[3]->codes}, to.codes, first);
+  put_dwords({from[0]->codes + 16, from[1]->codes + 16, from[2]->codes + 16, from[3]->codes + 16},
+             to.codes + 4, first);
 }
 
 template <class Panel, class Block>
 void pack(const std::byte* src, int64_t rows, int64_t cols, int64_t p0, int64_t p1, std::byte* dst) {
+  static constexpr Block kZero{};
   const int64_t blocks = cols / kBlock;
   const auto* from = reinterpret_cast<const Block*>(src);
   auto* to = reinterpret_cast<Panel*>(dst);
   for (int64_t p = p0; p < p1; ++p, to += blocks) {
-    const int64_t first = p * kPanelRows;
-    const int count = static_cast<int>(rows - first < kPanelRows ? rows - first : kPanelRows);
-    if (count < kPanelRows)
-      std::memset(static_cast<void*>(to), 0, static_cast<size_t>(blocks) * sizeof(Panel));
     for (int64_t b = 0; b < blocks; ++b) {
-      for (int r = 0; r < count; ++r) put_row(to[b], r, from[(first + r) * blocks + b]);
+      for (int r = 0; r < kPanelRows; r += 4) {
+        const Block* four[4];
+        for (int i = 0; i < 4; ++i) {
+          const int64_t row = p * kPanelRows + r + i;
+          four[i] = row < rows ? from + row * blocks + b : &kZero;
+        }
+        put_rows(to[b], r, four);
+      }
     }
   }
 }

@@ -38,7 +38,7 @@ QuantizedBlock quantize(const float* x, float max_code) {
     return q;
   }
   if (max < kTinyBlock) return q;
-  q.scale = max / max_code;
+  q.scale = max * (1.0F / max_code);
   const float inverse = max_code / max;
   for (int i = 0; i < kBlock; ++i) {
     q.codes[i] = static_cast<int>(std::nearbyint(x[i] * inverse));

@@ -15,12 +15,12 @@
 
 namespace caudal {
 
-constexpr int kPanelRows = 16;   // output rows of a packed panel
-constexpr int kTokenGroup = 4;   // tokens of a group in quantized activations
-constexpr int kKvBlock = 32;     // tokens of one cache block
-constexpr int kKvChunk = 256;    // keys of one attention partial; a multiple of kKvBlock
+constexpr int kPanelRows = 16;  // output rows of a packed panel
+constexpr int kTokenGroup = 4;  // tokens of a group in quantized activations
+constexpr int kKvBlock = 32;    // tokens of one cache block
+constexpr int kKvChunk = 256;   // keys of one attention partial; a multiple of kKvBlock
 constexpr int kMaxHeadDim = 256;
-constexpr int kScanBlock = 64;   // logits of one block of `block_max`
+constexpr int kScanBlock = 64;  // logits of one block of `block_max`
 
 // How a weight wants its input. Chosen by `act_kind(Weight)` in core/pack.h.
 enum class ActKind : uint8_t {
@@ -29,28 +29,27 @@ enum class ActKind : uint8_t {
   kA16,  // int16 with one fp32 scale per 32 (8-bit types), in the pair order the 8-bit kernel wants
 };
 
-// A matrix [rows, cols] ready for `gemm`. Does not own its memory. No kernel loads from outside of the rows or
-// panels that it is told to compute; it may prefetch up to 4 KiB behind them, which is safe anywhere.
-// `cols` is a whole number of blocks of the type. Packed matrices also need cols % 32 == 0.
+// A matrix [rows, cols] ready for `gemm`. Does not own its memory. No kernel loads from outside of the rows
+// or panels that it is told to compute; it may prefetch a few KiB behind them, which is safe anywhere. `cols`
+// is a whole number of blocks of the type. Packed matrices also need cols % 32 == 0.
 struct Weight {
   QuantType type = QuantType::kF32;
-  bool packed = false;           // panels of 16 rows (core/pack.h) instead of the file's rows
+  bool packed = false;  // panels of 16 rows (core/pack.h) instead of the file's rows
   int64_t rows = 0, cols = 0;
   const std::byte* data = nullptr;
-  size_t stride = 0;             // bytes of one panel (packed) or of one row
+  size_t stride = 0;  // bytes of one panel (packed) or of one row
 
   int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
 };
 
-// Input of a GEMM: `tokens` rows of `cols` numbers in groups of kTokenGroup; the last group may hold T = 1..3.
-// Group g starts at data + g * group_bytes and is
-// kF32: [T][padded_cols(cols)] floats, zeros behind column `cols`;
-// kA8, kA16: [cols / 32] BlockA8<T>, BlockA16<T> (core/types.h).
+// Input of a GEMM: `tokens` rows of `cols` numbers in groups of kTokenGroup; the last group may hold T
+// = 1..3. Group g starts at data + g * group_bytes and is kF32: [T][padded_cols(cols)] floats, zeros behind
+// column `cols`; kA8, kA16: [cols / 32] BlockA8<T>, BlockA16<T> (core/types.h).
 struct Activations {
   ActKind kind = ActKind::kF32;
   int64_t tokens = 0, cols = 0;
-  std::byte* data = nullptr;     // 64-byte aligned
-  size_t group_bytes = 0;        // from activation_group_bytes(kind, cols)
+  std::byte* data = nullptr;  // 64-byte aligned
+  size_t group_bytes = 0;     // from activation_group_bytes(kind, cols)
 };
 
 size_t activation_group_bytes(ActKind kind, int64_t cols);  // of a full group, a multiple of 64
@@ -61,13 +60,13 @@ enum class GluAct : uint8_t { kSilu, kGeluTanh, kGelu };
 enum class RopeStyle : uint8_t { kNorm, kNeox };
 
 // Keys and values of one layer: blocks of kKvBlock tokens; inside a block the kv heads one after another;
-// inside a head first the keys, then the values (layout: kernels/attention.inl). k_dim and v_dim are multiples
-// of 4 up to kMaxHeadDim.
+// inside a head first the keys, then the values (layout: kernels/attention.inl). k_dim and v_dim are
+// multiples of 4 up to kMaxHeadDim.
 struct KvLayer {
   std::byte* data = nullptr;
   KvType type = KvType::kF16;
   int n_kv_heads = 0, k_dim = 0, v_dim = 0;
-  size_t head_bytes = 0;         // from kv_head_bytes(); a block is n_kv_heads * head_bytes
+  size_t head_bytes = 0;  // from kv_head_bytes(); a block is n_kv_heads * head_bytes
 };
 
 size_t kv_head_bytes(KvType type, int k_dim, int v_dim);  // of kKvBlock tokens, a multiple of 64
@@ -75,14 +74,14 @@ size_t kv_head_bytes(KvType type, int k_dim, int v_dim);  // of kKvBlock tokens,
 struct AttentionArgs {
   const KvLayer* layer = nullptr;
   int kv_head = 0;
-  int group = 1;                 // query heads that share the kv head, k_dim floats apart in a row of q
-  float scale = 1.0F;            // applied to q
-  float softcap = 0.0F;          // 0: none
-  int window = 0;                // 0: none; else keys p - window + 1 .. p
+  int group = 1;         // query heads that share the kv head, k_dim floats apart in a row of q
+  float scale = 1.0F;    // applied to q
+  float softcap = 0.0F;  // 0: none
+  int window = 0;        // 0: none; else keys p - window + 1 .. p
   const int32_t* block_table = nullptr;
-  const float* q = nullptr;      // [n_queries] rows, `ldq` floats apart, pointing at the group's first head
+  const float* q = nullptr;  // [n_queries] rows, `ldq` floats apart, pointing at the group's first head
   size_t ldq = 0;
-  int first_position = 0;        // of the first query; queries are consecutive tokens of one sequence
+  int first_position = 0;  // of the first query; queries are consecutive tokens of one sequence
   int n_queries = 0;
 };
 
@@ -120,20 +119,20 @@ struct Kernels {
   // --- scans of a row of logits (sample/sampler.h)
   // Largest of each kScanBlock numbers, [ceil(n / kScanBlock)]. Undefined where a block holds a NaN.
   void (*block_max)(const float* x, int64_t n, float* out, bool* has_nan);
-  // Sum of exp((x[i] - shift) * factor), added up in double in an order that depends on n only; every exponent
-  // must be <= 0. `out` receives the n terms, unless it is null.
+  // Sum of exp((x[i] - shift) * factor), added up in double in an order that depends on n only; every
+  // exponent must be <= 0. `out` receives the n terms, unless it is null.
   double (*exp_sum)(const float* x, int64_t n, float shift, float factor, float* out);
   int64_t (*count_greater)(const float* x, int64_t n, float bound);
 
   // --- attention
-  // Stores keys and values of n tokens; `slots`: block * kKvBlock + offset of each. f16: magnitudes beyond 65504
-  // become 65504. A row that holds NaN (q8: or infinity) makes every later result that sees it NaN.
-  void (*kv_append)(const KvLayer& layer, int kv_head, const int32_t* slots, int n, const float* k, size_t ldk,
-                    const float* v, size_t ldv);
+  // Stores keys and values of n tokens; `slots`: block * kKvBlock + offset of each. f16: magnitudes beyond
+  // 65504 become 65504. A row that holds NaN (q8: or infinity) makes every later result that sees it NaN.
+  void (*kv_append)(const KvLayer& layer, int kv_head, const int32_t* slots, int n, const float* k,
+                    size_t ldk, const float* v, size_t ldv);
   // Partials of chunk `chunk` (keys chunk * kKvChunk ..) for every query and head of the group:
-  // out[(query * group + head) * partial_floats]. A query that sees no key of the chunk gets max = -inf, sum 0 and
-  // zeros. Reads only entries of the block table, and only slots, that some query sees.
-  // `scratch`: attention_scratch_bytes(), 64-byte aligned, private to the thread.
+  // out[(query * group + head) * partial_floats]. A query that sees no key of the chunk gets max = -inf, sum
+  // 0 and zeros. Reads only entries of the block table, and only slots, that some query sees. `scratch`:
+  // attention_scratch_bytes(), 64-byte aligned, private to the thread.
   void (*attend_chunk)(const AttentionArgs& args, int chunk, float* out, std::byte* scratch);
   // Folds the partials of n_chunks chunks (`stride` floats apart, ascending) of one (query, head) into v_dim
   // outputs. Chunks that the query does not see change nothing; zeros where it sees no key at all.
