@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import uvicorn
 
 from caudal.api.server import bind, create_app, uvicorn_config
@@ -81,9 +82,9 @@ class FakeTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        if any(message["content"] == "refuse" for message in messages):
+        if any(message.get("content") == "refuse" for message in messages):
             raise InvalidRequestError("the chat template refuses: no", "messages")
-        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        lines = [f"{message['role']}: {message.get('content')}" for message in messages]
         lines += [f"tools: {json.dumps(tools)}"] * bool(tools) + [f"kwargs: {json.dumps(kwargs)}"] * bool(kwargs)
         text = "\n".join(lines)
         return text + ("" if continue_final_message else "\nassistant:" if add_generation_prompt else "\n")
@@ -128,8 +129,13 @@ class FakeEngine:
             )
         validate(request.params, VOCAB_SIZE, self.max_model_len)
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        if self.dead:
+            raise self.dead
         self.received.append(request)
+        return self._generate(request)
+
+    async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         if len(self.running) >= self.max_unfinished:
             error = QueueFullError("too many requests; try again later")
             for index in range(request.params.n):
@@ -246,6 +252,7 @@ class LiveServer:
     engine: FakeEngine
     service: Service
     loop: asyncio.AbstractEventLoop
+    http: httpx.Client
 
 
 @contextlib.contextmanager
@@ -274,7 +281,9 @@ def running(engine: FakeEngine | None = None, config: ServerConfig | None = None
     started.wait()
     port = sock.getsockname()[1]
     try:
-        yield LiveServer(f"http://127.0.0.1:{port}", port, engine, service, loops[0])
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, verify=False, timeout=30) as http:  # without TLS a client is made quickly
+            yield LiveServer(url, port, engine, service, loops[0], http)
     finally:
         server.should_exit = True
         thread.join()

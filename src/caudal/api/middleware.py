@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import uuid
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from caudal.api.errors import ApiError
+
+_log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping"})  # need no key: load balancers have none
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -29,7 +32,7 @@ class BodyTooLargeError(ApiError):
 
 
 class Gate:
-    """Pure ASGI middleware: request ids, Host and Origin, API key, body size.
+    """Pure ASGI middleware: request ids, Host and Origin, API key, body size; and the last resort for errors.
 
     `api_key`: the key that clients must send as `Authorization: Bearer KEY`; None: no key.
     `hosts`: names by which the server may be addressed; None: any. A web page of somebody else can reach a
@@ -63,6 +66,7 @@ class Gate:
             request_id = uuid.uuid4().hex.encode()
         limit = self._max_request_bytes
         received = 0
+        started = False
 
         async def bounded_receive() -> Message:
             nonlocal received
@@ -74,16 +78,24 @@ class Gate:
             return message
 
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
         try:
             self._check(scope, headers)
+            await self._app(scope, bounded_receive, send_with_id)
         except ApiError as error:
             await error.response()(scope, receive, send_with_id)
-        else:
-            await self._app(scope, bounded_receive, send_with_id)
+        except Exception:
+            if started:
+                raise  # uvicorn logs it and closes the connection, by which the client sees that something is missing
+            _log.exception("request %s failed", request_id.decode())
+            # the details go to the log only: they may hold what other people asked
+            error = ApiError(500, "Internal error. The server's log says more.", type="server_error")
+            await error.response()(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:

@@ -24,7 +24,6 @@ from caudal.api.openai_requests import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    normalize_messages,
     refuse_unsupported,
     render_chat,
     tokenize,
@@ -128,7 +127,8 @@ async def _chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
     params = body.sampling(max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     reply = ChatReply(model, call_id, body, [_request(call_id, ids, body, params)])
     if body.echo and body.continue_final_message:
-        reply.prefix = normalize_messages(body.messages)[-1]["content"]
+        content = body.messages[-1].get("content")
+        reply.prefix = content if isinstance(content, str) else ""
     return reply
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeGuard, cast
+from typing import Annotated, Any, TypeGuard, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -49,8 +48,10 @@ _REFUSED = (
 )
 # What a template gets from its caller; a client must not replace it.
 _TEMPLATE_ARGUMENTS = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools"}
+    {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "self", "tokenize", "tools"}
 )
+# `developer` is OpenAI's newer word for `system`; templates know only that one.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class StreamOptions(Body):
@@ -270,84 +271,29 @@ async def render_chat(model: ServedModel, body: ChatBody) -> str:
             **kwargs,
         )
 
-    size = sum(len(message["content"]) for message in messages)
+    size = sum(map(_num_characters, messages))
     return render() if size <= INLINE_CHARACTERS else await asyncio.to_thread(render)
 
 
 def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content one text, arguments of tool calls objects.
+    """Messages with the roles that templates know. Raises a 400 `ApiError` for what is no message.
 
-    Raises a 400 `ApiError` that names the wrong member.
+    The template checks the rest, as it depends on its form which contents and tool calls it takes.
     """
-    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
-
-
-Role = Literal["system", "user", "assistant", "tool"]
-_ROLES: dict[Any, Role] = {
-    "system": "system",
-    "developer": "system",  # OpenAI's newer word for the same; templates know only `system`
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
-
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = message.get("role")
-    role = _ROLES.get(given) if isinstance(given, str) else None
-    if role is None:
-        raise ApiError(400, f"'{where}.role' must be one of {', '.join(_ROLES)}.", param=f"{where}.role")
-    result = {key: value for key, value in message.items() if value is not None}
-    result["role"] = role
-    content = message.get("content")
-    if content is None and role != "assistant":
-        raise ApiError(400, f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
-    result["content"] = "" if content is None else _content(content, f"{where}.content")
-    if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
-    return result
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"'{where}' must be text or a list of parts.", param=where)
-    texts: list[str] = []
-    for i, item in enumerate(cast(list[Any], content)):
-        part = cast(dict[str, Any], item) if isinstance(item, dict) else {}
-        kind = part.get("type")
-        if kind not in ("text", "input_text", "refusal"):
-            raise ApiError(
-                400,
-                f"'{where}.{i}' must be a part of type 'text'; this server does not take images, audio or files.",
-                param=f"{where}.{i}",
-            )
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise ApiError(400, f"'{where}.{i}.text' must be text.", param=f"{where}.{i}.text")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Clients send arguments as JSON text; templates print them as objects."""
-    if not isinstance(calls, list):
-        raise ApiError(400, f"'{where}' must be a list.", param=where)
     result: list[dict[str, Any]] = []
-    for i, call in enumerate(cast(list[Any], calls)):
-        function = cast(dict[str, Any], call).get("function") if isinstance(call, dict) else None
-        members = cast(dict[str, Any], function) if isinstance(function, dict) else {}
-        if not isinstance(members.get("name"), str):
-            raise ApiError(400, f"'{where}.{i}.function.name' must be text.", param=f"{where}.{i}.function")
-        arguments: Any = members.get("arguments", "{}")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            param = f"{where}.{i}.function.arguments"
-            raise ApiError(400, f"'{param}' must be the text of a JSON object.", param=param)
-        result.append({**cast(dict[str, Any], call), "function": {**members, "arguments": arguments}})
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise ApiError(
+                400, f"'messages[{i}].role' must be one of {', '.join(_ROLES)}.", param=f"messages[{i}].role"
+            )
+        if message.get("content") is None and role != "assistant":
+            param = f"messages[{i}].content"
+            raise ApiError(400, f"Missing required parameter: '{param}'.", param=param)
+        result.append({**message, "role": "system" if role == "developer" else role})
     return result
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else len(str(content))

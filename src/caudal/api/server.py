@@ -20,7 +20,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import caudal.api
 from caudal import __version__
@@ -73,7 +73,6 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    app.add_exception_handler(Exception, _on_bug)
     return app
 
 
@@ -93,11 +92,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
-
-
-async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """The details go to the log only: they may hold what other people asked."""
-    return ApiError(500, "Internal error. The server's log says more.", type="server_error").response()
 
 
 # ---------------------------------------------------------------------------------------------- sockets
