@@ -176,7 +176,7 @@ def test_a_shared_prompt_that_arrives_at_once_is_computed_once() -> None:
 
 def test_those_who_wait_for_a_shared_prompt_go_on_when_its_sequence_is_aborted() -> None:
     engine, executor = make_engine(FakeExecutor(num_blocks=100, block_size=4, max_model_len=256))
-    requests = [request(f"r{i}", prompt(100, 1) + [i], max_tokens=3) for i in range(4)]
+    requests = [request(f"r{i}", [*prompt(100, 1), i], max_tokens=3) for i in range(4)]
     for r in requests:
         engine.add(r)
     engine.step()
@@ -201,7 +201,7 @@ def test_a_full_hit_computes_the_last_token() -> None:
 
 
 def test_generated_tokens_are_reused_by_the_next_turn() -> None:
-    engine, executor = make_engine()
+    engine, _ = make_engine()
     first = request("a", prompt(10), max_tokens=20, ignore_eos=True)
     engine.add(first)
     answer = run_all(engine).tokens["a", 0]

@@ -222,7 +222,6 @@ class AsyncEngine:
             while self._obey():
                 if self._engine.has_work:
                     self._dispatch(self._engine.step())
-                self._stats = self._engine.stats
         except Exception as error:  # noqa: BLE001  (nobody above could tell those who wait)
             _log.exception("the engine thread has died")
             self._die(error)
@@ -249,7 +248,6 @@ class AsyncEngine:
                             self._dispatch(self._engine.abort(request_id))
                         return False
                     self._draining = True
-            self._stats = self._engine.stats
 
     def _add(self, consumer: _Consumer) -> None:
         try:
@@ -258,9 +256,11 @@ class AsyncEngine:
             _deliver((consumer, output) for output in _failures(consumer, error))
             return
         self._consumers[consumer.request.request_id] = consumer
+        self._stats = self._engine.stats
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         """Hand the outputs of a step out; those who cannot take them lose their requests."""
+        self._stats = self._engine.stats  # before, so that who has the last output sees it counted
         addressed: list[tuple[_Consumer, RequestOutput]] = []
         for output in outputs:
             consumer = self._consumers[output.request_id]
