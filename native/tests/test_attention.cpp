@@ -268,6 +268,8 @@ TEST_CASE("a query's result is the same bits alone, in any tile, after any prefi
     INFO(describe(s));
     const Inputs in(s, tokens, 14);
     for (const Kernels* k : all_kernels()) {
+      // The reference computes each row on its own, and slowly: small heads are enough.
+      if (k == &reference_kernels() && s.k_dim > 32) continue;
       CAPTURE(std::string(k->name));
       std::vector<float> alone;
       for (const auto& row : decode(*k, s, in, tokens, positions, 0))
