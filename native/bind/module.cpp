@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -11,6 +12,7 @@
 
 #include "core/pack.h"
 #include "exec/model.h"
+#include "sample/batch.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -334,10 +336,160 @@ void bind_model(nb::module_& m) {
       "type"_a, "rows"_a, "cols"_a, "data"_a, "isa"_a, "out"_a, "Dequantizes rows into `out` [rows, cols].");
 }
 
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+// token, error (empty: none), and if asked for (logprob, rank, [(token, logprob)])
+using PyLogprobs = std::tuple<float, int, std::vector<std::pair<int, float>>>;
+using PySampled = std::tuple<int, const char*, std::optional<PyLogprobs>>;
+
+const char* message(SampleStatus status) {
+  switch (status) {
+    case SampleStatus::kNotFinite:
+      return "the model's logits are not finite numbers";
+    case SampleStatus::kNoCandidate:
+      return "the request excludes every token that the model could choose";
+    case SampleStatus::kOk:
+      break;
+  }
+  return "";
+}
+
+PyLogprobs py_logprobs(const TokenLogprobs& l, const std::vector<TopLogprob>& tops) {
+  std::vector<std::pair<int, float>> top;
+  top.reserve(static_cast<size_t>(l.num_top));
+  for (int k = 0; k < l.num_top; ++k) {
+    top.emplace_back(tops[static_cast<size_t>(k)].token, tops[static_cast<size_t>(k)].logprob);
+  }
+  return {l.logprob, l.rank, std::move(top)};
+}
+
+void bind_sampler(nb::module_& m) {
+  nb::class_<SequenceSampling>(m, "SequenceSampling", "One sequence's sampling parameters and token history.")
+      .def(
+          "__init__",
+          [](SequenceSampling* self, float temperature, int top_k, float top_p, float min_p, float typical_p,
+             float top_n_sigma, float repetition_penalty, float presence_penalty, float frequency_penalty,
+             uint64_t seed, int64_t num_prompt_tokens, int num_logprobs, std::vector<int32_t> bias_ids,
+             std::vector<float> bias_values, std::optional<std::vector<int32_t>> allowed,
+             std::vector<int32_t> banned, std::vector<int32_t> early_banned, int64_t min_tokens) {
+            if (bias_ids.size() != bias_values.size())
+              throw std::invalid_argument("bias lists of different lengths");
+            new (self) SequenceSampling{.row = {.temperature = temperature,
+                                                .top_k = top_k,
+                                                .top_p = top_p,
+                                                .min_p = min_p,
+                                                .typical_p = typical_p,
+                                                .top_n_sigma = top_n_sigma,
+                                                .repetition_penalty = repetition_penalty,
+                                                .presence_penalty = presence_penalty,
+                                                .frequency_penalty = frequency_penalty,
+                                                .seed = seed,
+                                                .position = 0,
+                                                .tokens = {},
+                                                .num_prompt_tokens = num_prompt_tokens,
+                                                .bias_ids = {},
+                                                .bias_values = {},
+                                                .allowed = std::nullopt,
+                                                .banned = {},
+                                                .mask = {},
+                                                .num_logprobs = num_logprobs},
+                                        .tokens = {},
+                                        .bias_ids = std::move(bias_ids),
+                                        .bias_values = std::move(bias_values),
+                                        .allowed = std::move(allowed),
+                                        .banned = std::move(banned),
+                                        .early_banned = std::move(early_banned),
+                                        .min_tokens = min_tokens};
+          },
+          nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "typical_p"_a, "top_n_sigma"_a,
+          "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a, "seed"_a,
+          "num_prompt_tokens"_a, "num_logprobs"_a, "bias_ids"_a, "bias_values"_a, "allowed"_a = nb::none(),
+          "banned"_a, "early_banned"_a, "min_tokens"_a)
+      .def_prop_ro("num_tokens", [](const SequenceSampling& self) { return self.tokens.size(); })
+      .def(
+          "extend",
+          [](SequenceSampling& self, const std::vector<int32_t>& tokens) {
+            self.tokens.insert(self.tokens.end(), tokens.begin(), tokens.end());
+          },
+          "tokens"_a, "Append to the token history, which penalties read.");
+
+  nb::class_<BatchSampler>(m, "BatchSampler",
+                           "Samples the rows of a step; see sample/sampler.h for the steps.")
+      .def(
+          "__init__",
+          [](BatchSampler* self, std::shared_ptr<ThreadPool> pool, const std::string& isa,
+             int64_t num_token_ids) {
+            const Kernels* kernels = select_kernels(isa.c_str());
+            if (kernels == nullptr || num_token_ids < 1)
+              throw std::invalid_argument("bad instruction set or vocabulary");
+            new (self) BatchSampler(std::move(pool), *kernels, num_token_ids);
+          },
+          "pool"_a, "isa"_a, "num_token_ids"_a)
+      .def(
+          "sample",
+          [](BatchSampler& self, const Logits& logits, const std::vector<const SequenceSampling*>& sequences,
+             const std::vector<uint64_t>& positions) {
+            const size_t n = sequences.size();
+            if (logits.shape(0) != n || positions.size() != n)
+              throw std::invalid_argument("rows do not fit the logits");
+            std::vector<BatchRow> rows;
+            for (size_t i = 0; i < n; ++i) {
+              if (sequences[i] == nullptr) throw std::invalid_argument("a row without parameters");
+              rows.push_back({sequences[i], positions[i]});
+            }
+            std::vector<SampledRow> results(n);
+            std::vector<std::vector<TopLogprob>> tops(n);
+            if (n != 0) {
+              nb::gil_scoped_release release;
+              self.sample(logits.data(), static_cast<int64_t>(logits.shape(1)), rows, results, tops);
+            }
+            std::vector<PySampled> out;
+            out.reserve(n);
+            for (size_t i = 0; i < n; ++i) {
+              std::optional<PyLogprobs> logprobs;
+              if (sequences[i]->row.num_logprobs >= 0 && results[i].status == SampleStatus::kOk) {
+                logprobs = py_logprobs(results[i].logprobs, tops[i]);
+              }
+              out.emplace_back(results[i].token, message(results[i].status), std::move(logprobs));
+            }
+            return out;
+          },
+          "logits"_a, "sequences"_a, "positions"_a)
+      .def(
+          "logprobs",
+          [](BatchSampler& self, const Logits& logits, const std::vector<int32_t>& tokens,
+             const std::vector<int32_t>& num_top) {
+            const size_t n = tokens.size();
+            if (logits.shape(0) != n || num_top.size() != n)
+              throw std::invalid_argument("rows do not fit the logits");
+            for (size_t i = 0; i < n; ++i) {
+              if (tokens[i] < 0 || tokens[i] >= self.num_token_ids() ||
+                  tokens[i] >= static_cast<int64_t>(logits.shape(1)) || num_top[i] < 0) {
+                throw std::invalid_argument("a token id or count out of range");
+              }
+            }
+            std::vector<SampledRow> results(n);
+            std::vector<std::vector<TopLogprob>> tops(n);
+            if (n != 0) {
+              nb::gil_scoped_release release;
+              self.logprobs(logits.data(), static_cast<int64_t>(logits.shape(1)), tokens, num_top, results,
+                            tops);
+            }
+            std::vector<PySampled> out;
+            out.reserve(n);
+            for (size_t i = 0; i < n; ++i) {
+              out.emplace_back(tokens[i], message(results[i].status),
+                               py_logprobs(results[i].logprobs, tops[i]));
+            }
+            return out;
+          },
+          "logits"_a, "tokens"_a, "num_top"_a);
+}
+
 }  // namespace
 }  // namespace caudal
 
 NB_MODULE(_native, m) {
   m.doc() = "Caudal's native core.";
   caudal::bind_model(m);
+  caudal::bind_sampler(m);
 }

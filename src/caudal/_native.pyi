@@ -138,3 +138,50 @@ def decode_rows(
     out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
 ) -> None:
     """Dequantizes rows into `out` [rows, cols]."""
+
+class SequenceSampling:
+    """One sequence's sampling parameters and token history."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        typical_p: float,
+        top_n_sigma: float,
+        repetition_penalty: float,
+        presence_penalty: float,
+        frequency_penalty: float,
+        seed: int,
+        num_prompt_tokens: int,
+        num_logprobs: int,
+        bias_ids: Sequence[int],
+        bias_values: Sequence[float],
+        allowed: Sequence[int] | None = None,
+        banned: Sequence[int],
+        early_banned: Sequence[int],
+        min_tokens: int,
+    ) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the token history, which penalties read."""
+
+class BatchSampler:
+    """Samples the rows of a step; see sample/sampler.h for the steps."""
+
+    def __init__(self, pool: ThreadPool, isa: str, num_token_ids: int) -> None: ...
+    def sample(
+        self,
+        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        sequences: Sequence[SequenceSampling],
+        positions: Sequence[int],
+    ) -> list[tuple[int, str, tuple[float, int, list[tuple[int, float]]] | None]]: ...
+    def logprobs(
+        self,
+        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        tokens: Sequence[int],
+        num_top: Sequence[int],
+    ) -> list[tuple[int, str, tuple[float, int, list[tuple[int, float]]] | None]]: ...

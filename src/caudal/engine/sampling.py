@@ -145,6 +145,7 @@ class SamplerRow:
     token_ids: list[int]  # prompt and output so far; the sequence's own list, which grows
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...]  # excluded while fewer than params.min_tokens have come out
+    state: object | None = None  # whatever the sampler keeps for this sequence
 
     @property
     def position(self) -> int:
