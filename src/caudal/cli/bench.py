@@ -190,7 +190,8 @@ def run_test(executor: Executor, sampler: Sampler, test: Case, step_tokens: int)
 def _open(model: str, tests: Sequence[Case], config: EngineConfig) -> tuple[Executor, Sampler]:
     """An executor whose cache holds the largest test, and its sampler."""
     from caudal import _native
-    from caudal.cli.support.models import open_model, open_sampler
+    from caudal.cli.support.models import open_model
+    from caudal.engine.native_sampling import NativeSampler
     from caudal.executors.lowering import kv_layers
     from caudal.executors.native import BLOCK_SIZE, NativeExecutor
     from caudal.models import build_program
@@ -207,4 +208,4 @@ def _open(model: str, tests: Sequence[Case], config: EngineConfig) -> tuple[Exec
             max_num_seqs=max(test.batch for test in tests),
         ),
     )
-    return executor, open_sampler(executor.vocab_size)
+    return executor, NativeSampler(executor.pool, executor.isa, executor.vocab_size)

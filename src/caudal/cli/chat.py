@@ -54,7 +54,7 @@ def command(model: str | None, system: str, **settings: Any) -> None:
             conversation.ask(_piped_prompt() or SAMPLE_PROMPT)
             if conversation.turns[0]["content"] == SAMPLE_PROMPT:
                 print(f"> {SAMPLE_PROMPT}")
-            _answer(session, conversation)
+            answer(session, conversation)
 
 
 def _piped_prompt() -> str:
@@ -89,10 +89,10 @@ def _talk(session: Session, conversation: Conversation) -> None:
             conversation.ask(line)
         else:
             continue
-        _answer(session, conversation)
+        answer(session, conversation)
 
 
-def _answer(session: Session, conversation: Conversation) -> None:
+def answer(session: Session, conversation: Conversation) -> None:
     """Stream an answer to the last turn. Ctrl-C stops it; what was said until then stays."""
     prompt = _fitting_prompt(session, conversation)
     text = ""

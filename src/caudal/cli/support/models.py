@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from caudal.config import EngineConfig
-    from caudal.engine.sampling import Sampler
     from caudal.executors.base import Executor
     from caudal.formats import Checkpoint
     from caudal.store import StoredModel
@@ -63,10 +62,3 @@ def open_executor(checkpoint: Checkpoint, kind: str, config: EngineConfig) -> Ex
     from caudal.executors.native import NativeExecutor
 
     return NativeExecutor(checkpoint, config)
-
-
-def open_sampler(num_token_ids: int) -> Sampler:
-    """A sampler for logits of that width."""
-    from caudal.engine.sampling import ReferenceSampler
-
-    return ReferenceSampler(num_token_ids)
