@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from caudal.core import InvalidModelFileError, InvalidRequestError
 from caudal.text.vocabulary import TokenKind, Vocabulary
@@ -235,13 +234,12 @@ def _build_bpe(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
     assert vocabulary.pre is not None
     ids = _without_hidden(vocabulary)
-    merges = list(map(_split_merge, vocabulary.merges))
-    mentioned = set(chain.from_iterable(merges))
-    mentioned.update(map("".join, merges))
-    if not mentioned <= ids.keys():
-        # Merges of tokens that are not there can never apply; vocabularies that were cut down have some.
-        merges = [(left, right) for left, right in merges if left in ids and right in ids and left + right in ids]
-    model = models.BPE(ids, merges, ignore_merges=vocabulary.pre.ignore_merges)
+    ignore_merges = vocabulary.pre.ignore_merges
+    pairs = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
+    try:
+        model = models.BPE(ids, cast("list[tuple[str, str]]", pairs), ignore_merges=ignore_merges)
+    except Exception:  # noqa: BLE001  (the class that the library raises; to check every merge first takes too long)
+        model = models.BPE(ids, _applicable(vocabulary.merges, ids), ignore_merges=ignore_merges)
     library = Tokenizer(model)
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in vocabulary.pre.patterns]
     library.pre_tokenizer = pre_tokenizers.Sequence(
@@ -250,14 +248,17 @@ def _build_bpe(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     return library
 
 
-def _split_merge(merge: str) -> tuple[str, str]:
-    """The halves, parted by the first space that is not the first character."""
-    left, space, right = merge.partition(" ")
-    if not left:
-        left, space, right = merge[:1], " ", merge[1:].partition(" ")[2]
-    if not space:
-        raise InvalidModelFileError(f"tokenizer.ggml.merges has {merge!r}, which is not two tokens")
-    return left, right
+def _applicable(merges: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges without those of tokens that are not there: vocabularies that were cut down have some."""
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        place = merge.find(" ", 1)
+        if place < 0:
+            raise InvalidModelFileError(f"tokenizer.ggml.merges has {merge!r}, which is not two tokens")
+        left, right = merge[:place], merge[place + 1 :]
+        if left in ids and right in ids and left + right in ids:
+            pairs.append((left, right))
+    return pairs
 
 
 @cache
