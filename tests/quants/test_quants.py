@@ -43,6 +43,7 @@ def test_registry():
     names = {t.name for t in TYPES}
     assert {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"} <= names
     assert {"q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"} <= names
+    assert {"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "tq1_0", "tq2_0", "mxfp4"} <= names
 
 
 def test_sizes():
