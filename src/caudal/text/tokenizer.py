@@ -9,7 +9,7 @@ Text is never normalized, except by BERT's own rules: decoding what was encoded 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -31,7 +31,7 @@ class Tokenizer:
         """Raises InvalidModelFileError if the vocabulary contradicts itself."""
         build, piece_bytes = _MODELS[vocabulary.model]
         self._vocabulary = vocabulary
-        self._library = build(vocabulary)
+        self._library, self._spelled = build(vocabulary)
         self._piece_bytes = piece_bytes
         self._pieces: dict[int, bytes] = {}
         whole = {kind: _texts_of(vocabulary, kind) for kind in (*_HIDDEN, TokenKind.USER_DEFINED)}
@@ -145,19 +145,27 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise InvalidRequestError(f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})")
 
-    def _encode_parts(self, text: str, splitter: _Splitter) -> Iterable[int]:
+    def _encode_parts(self, text: str, splitter: _Splitter) -> list[int]:
         parts = splitter.split(text)
         texts = [part for part in parts if isinstance(part, str)]
-        if self._vocabulary.add_space_prefix:
+        if self._vocabulary.model == "spm":
             # The first word, there and after a token that was cut out, begins with a space like any other.
-            texts = [" " + text for text in texts]
+            prefix = SPACE if self._vocabulary.add_space_prefix else ""
+            texts = [prefix + text.replace(" ", SPACE) for text in texts]
         # Not `encode`: this one leaves the offsets out and releases the GIL.
         encodings = iter(self._library.encode_batch_fast(texts, add_special_tokens=False))
+        ids: list[int] = []
         for part in parts:
             if isinstance(part, str):
-                yield from next(encodings).ids
+                ids.extend(next(encodings).ids)
             else:
-                yield part
+                ids.append(part)
+        if self._spelled:
+            return [token_id for i in ids for token_id in self._spelled.get(i, (i,))]
+        return ids
+
+
+_Spelled = Mapping[int, Sequence[int]]  # ids of the library's that stand for several of the vocabulary's
 
 
 class _Splitter:
@@ -229,7 +237,7 @@ def _texts_of(vocabulary: Vocabulary, kind: TokenKind) -> dict[str, int]:
 # ------------------------------------------------------------------------------------- byte-level BPE
 
 
-def _build_bpe(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+def _build_bpe(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, _Spelled]:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     assert vocabulary.pre is not None
@@ -245,7 +253,7 @@ def _build_bpe(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    return library
+    return library, {}
 
 
 def _applicable(merges: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -280,30 +288,34 @@ def _bpe_bytes(token: str) -> bytes:
 # ---------------------------------------------------------------------------------------- SentencePiece
 
 
-def _build_spm(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, models, normalizers
+def _build_spm(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, _Spelled]:
+    from tokenizers import Tokenizer, models
 
     ids = _without_hidden(vocabulary)
     unknown = None
     if vocabulary.unknown_id is not None:
         unknown = vocabulary.tokens[vocabulary.unknown_id]
         ids[unknown] = vocabulary.unknown_id
-    model = models.BPE(ids, _spm_merges(vocabulary, ids), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    library = Tokenizer(model)
-    library.normalizer = normalizers.Replace(" ", SPACE)
-    return library
-
-
-def _spm_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours that make the token with the best score. As merges of BPE, best first:
-    every way to cut a token in two tokens."""
     kinds, scores = vocabulary.kinds, vocabulary.scores
     joined = [i for i in ids.values() if kinds[i] not in (TokenKind.BYTE, *_HIDDEN)]
     joined.sort(key=lambda i: -scores[i])
-    parts = {vocabulary.tokens[i] for i in joined}
+    tokens = [vocabulary.tokens[i] for i in joined]
+    # SentencePiece starts from characters, be they tokens or not. Those that are not get ids past the vocabulary's.
+    missing = sorted(set("".join(tokens)) - ids.keys())
+    spelled: dict[int, list[int]] = {}
+    for char in missing:
+        spare = len(vocabulary.tokens) + len(spelled)
+        ids[char] = spare
+        spelled[spare] = _byte_ids(vocabulary, char)
+    merges = _spm_merges(tokens, {*tokens, *missing})
+    return Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)), spelled
+
+
+def _spm_merges(tokens: Iterable[str], parts: Set[str]) -> list[tuple[str, str]]:
+    """SentencePiece joins the two neighbours that make the token with the best score. As merges of BPE, best first:
+    every way to cut a token in two parts. `tokens` are in that order."""
     merges: list[tuple[str, str]] = []
-    for i in joined:
-        token = vocabulary.tokens[i]
+    for token in tokens:
         for cut in range(1, len(token)):
             left = token[:cut]
             if left in parts:
@@ -311,6 +323,12 @@ def _spm_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[st
                 if right in parts:
                     merges.append((left, right))
     return merges
+
+
+def _byte_ids(vocabulary: Vocabulary, char: str) -> list[int]:
+    ids = [vocabulary.ids.get(f"<0x{byte:02X}>") for byte in char.encode()]
+    unknown = [] if vocabulary.unknown_id is None else [vocabulary.unknown_id]
+    return unknown if None in ids else cast("list[int]", ids)
 
 
 def _spm_bytes(token: str) -> bytes:
@@ -328,7 +346,7 @@ def _byte_value(token: str) -> int | None:
 # -------------------------------------------------------------------------------------------- WordPiece
 
 
-def _build_wpm(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+def _build_wpm(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, _Spelled]:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     if vocabulary.unknown_id is None:
@@ -350,7 +368,7 @@ def _build_wpm(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
         lowercase=vocabulary.lowercase,
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return library
+    return library, {}
 
 
 def _without_hidden(vocabulary: Vocabulary) -> dict[str, int]:
@@ -362,7 +380,7 @@ def _without_hidden(vocabulary: Vocabulary) -> dict[str, int]:
     return ids
 
 
-_MODELS: dict[str, tuple[Callable[[Vocabulary], tokenizers.Tokenizer], Callable[[str], bytes]]] = {
+_MODELS: dict[str, tuple[Callable[[Vocabulary], tuple[tokenizers.Tokenizer, _Spelled]], Callable[[str], bytes]]] = {
     "bpe": (_build_bpe, _bpe_bytes),
     "spm": (_build_spm, _spm_bytes),
     "wpm": (_build_wpm, _spm_bytes),

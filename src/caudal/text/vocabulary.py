@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, cast
 from caudal.core import InvalidModelFileError, UnsupportedModelError
 from caudal.text.pretokenizers import PreTokenizer, pre_tokenizer
 
-MAX_TOKEN_CHARS = 4096  # no vocabulary in use comes near; a longer token is a damaged or hostile file
+MAX_TOKEN_CHARS = 1024  # no vocabulary in use comes near; a longer token is a damaged or hostile file
 MAX_TOKENS = 4_000_000
 
 
