@@ -2,24 +2,33 @@
 
 #include <cstring>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace caudal {
 namespace {
-
-using Dwords [[gnu::vector_size(16)]] = uint32_t;
 
 // Copies 16 bytes of each of 4 rows: dword j of the rows goes to line j, next to each other.
 template <class Byte>
 void put_dwords(const Byte* const (&rows)[4], Byte (*lines)[kPanelRows][4], int first_row) {
-  Dwords v[4];
-  for (int r = 0; r < 4; ++r) std::memcpy(&v[r], rows[r], sizeof(Dwords));
-  const Dwords a = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5);
-  const Dwords b = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
-  const Dwords c = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
-  const Dwords d = __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
-  const Dwords columns[4] = {
-      __builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
-      __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
-  for (int j = 0; j < 4; ++j) std::memcpy(lines[j][first_row], &columns[j], sizeof(Dwords));
+#ifdef __SSE2__  // half as many loads and stores; packing is limited by those
+  const auto load = [](const Byte* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+  const auto store = [&](int j, __m128i v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lines[j][first_row]), v);
+  };
+  const __m128i r0 = load(rows[0]), r1 = load(rows[1]), r2 = load(rows[2]), r3 = load(rows[3]);
+  const __m128i a = _mm_unpacklo_epi32(r0, r1), b = _mm_unpacklo_epi32(r2, r3);
+  const __m128i c = _mm_unpackhi_epi32(r0, r1), d = _mm_unpackhi_epi32(r2, r3);
+  store(0, _mm_unpacklo_epi64(a, b));
+  store(1, _mm_unpackhi_epi64(a, b));
+  store(2, _mm_unpacklo_epi64(c, d));
+  store(3, _mm_unpackhi_epi64(c, d));
+#else
+  for (int j = 0; j < 4; ++j) {
+    for (int r = 0; r < 4; ++r) std::memcpy(lines[j][first_row + r], rows[r] + 4 * j, 4);
+  }
+#endif
 }
 
 // Puts a block of each of 4 rows into rows `first` .. of the panel.

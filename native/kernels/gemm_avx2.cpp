@@ -12,7 +12,11 @@
 #include "kernels/gemm.h"
 
 // Unrolls the loops over the vectors of a register tile, so that the arrays become registers.
+#ifdef __clang__
+#define CAUDAL_UNROLL _Pragma("unroll")
+#else
 #define CAUDAL_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace caudal {
 namespace {
