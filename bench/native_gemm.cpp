@@ -4,6 +4,8 @@
 //
 // Usage: native_gemm [auto|avx2|reference] [seconds per number, 0.3]
 
+#include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -55,10 +57,36 @@ class Pages {
   std::byte* data_;
 };
 
+// The processors that this process may use, as they were before any thread was pinned.
+const cpu_set_t& allowed_cpus() {
+  static const cpu_set_t set = [] {
+    cpu_set_t s;
+    CPU_ZERO(&s);
+    sched_getaffinity(0, sizeof(s), &s);
+    return s;
+  }();
+  return set;
+}
+
+// Keeps a thread on the nth of them: the scheduler puts two threads that yield on the same one.
+void pin(pthread_t thread, int nth) {
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed_cpus()) || nth-- > 0) continue;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    pthread_setaffinity_np(thread, sizeof(one), &one);
+    return;
+  }
+}
+
 // The calling thread and one more, each doing one half.
 class Pair {
  public:
-  Pair() : worker_([this] { loop(); }) {}
+  Pair() : worker_([this] { loop(); }) {
+    pin(pthread_self(), 0);
+    pin(worker_.native_handle(), 1);
+  }
   ~Pair() {
     quit_ = true;
     worker_.join();
