@@ -36,7 +36,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "api": ("core", "config", "engine.manager", "engine.worker", "store", "text"),
     "web": (),
     "train": ("core", "config", "executors.pytorch", "formats", "graph", "models"),
-    "llm": ("core", "config", "engine", "executors", "formats", "models", "store", "text"),
+    "llm": ("core", "config", "engine", "loader", "store", "text"),
+    "loader": ("core", "config", "engine", "executors", "formats", "text"),
     "cli": ("",),  # all
     "__main__": ("cli",),
     "": ("core", "config", "llm"),  # caudal/__init__.py

@@ -30,6 +30,8 @@ from caudal.engine.scheduler import Scheduler, wants_prompt_logits
 from caudal.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from caudal.config import EngineConfig
@@ -60,9 +62,9 @@ class EngineStats:
     generation_tokens: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Generation:
-    """All that the engine keeps for one sequence."""
+    """All that the engine keeps for one sequence; compared by identity."""
 
     seq: Sequence
     row: SamplerRow
@@ -75,22 +77,12 @@ class _Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Score:
-    """One prompt token whose logprobs a step gives."""
-
-    generation: _Generation
-    position: int  # of the token
-    row: int  # of the logits: those of the token before
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch, and what its logits are for."""
+    """A batch, and what the rows of its logits are for."""
 
     batch: Batch
-    samplers: list[_Generation]  # those that get a token
-    sample_rows: list[int]  # their rows of the logits
-    scores: list[_Score]
+    samplers: dict[_Generation, int]  # those that get a token: the row
+    scores: dict[_Generation, list[tuple[int, int]]]  # prompt tokens that get logprobs: (position, the row before it)
 
 
 class Engine:
@@ -255,14 +247,15 @@ class Engine:
             logits = self._executor.run(step.batch)
             if logits.shape != (len(step.batch.logits_rows), self._executor.vocab_size):
                 raise ValueError(f"the executor returned logits of shape {logits.shape}")
-            self._score_prompts(step, logits)
         except Exception as error:  # noqa: BLE001  (whatever failed, it must not end the loop)
             _log.exception("a step with %d sequences failed", len(plan))
             return [self._fail(generation, f"the step failed: {error}") for generation in generations]
         self._scheduler.update(plan)
-        tokens = self._sample(step, logits)
+        outputs = self._score_prompts(step, logits) if step.scores else []
+        samplers, tokens = self._sample(step, logits)
         now = time.monotonic()
-        return [self._accept(generation, token, now) for generation, token in zip(step.samplers, tokens, strict=True)]
+        outputs += [self._accept(generation, token, now) for generation, token in zip(samplers, tokens, strict=True)]
+        return outputs
 
     def close(self) -> None:
         """Free the executor's memory. Idempotent."""
@@ -289,9 +282,8 @@ class Engine:
         token_ids: list[int] = []
         table_rows: list[int] = []
         logits_rows: list[int] = []
-        samplers: list[_Generation] = []
-        sample_rows: list[int] = []  # rows of the logits
-        scores: list[_Score] = []
+        samplers: dict[_Generation, int] = {}
+        scores: dict[_Generation, list[tuple[int, int]]] = {}
         num_blocks = 0
         for (seq, count), generation in zip(plan.items(), generations, strict=True):
             start = seq.num_computed_tokens
@@ -299,16 +291,15 @@ class Engine:
             table_rows.append(generation.table_row)
             num_blocks = max(num_blocks, generation.num_table_entries)
             if wants_prompt_logits(seq):
-                for position in range(start, min(start + count, seq.num_prompt_tokens - 1)):
-                    scores.append(_Score(generation, position + 1, len(logits_rows)))
-                    logits_rows.append(len(token_ids) + position - start)
+                scored = range(start, min(start + count, seq.num_prompt_tokens - 1))
+                scores[generation] = [(position + 1, len(logits_rows) + position - start) for position in scored]
+                logits_rows += [len(token_ids) + position - start for position in scored]
             if count == 1:
                 token_ids.append(seq.token_ids[start])
             else:
                 token_ids += seq.token_ids[start : start + count]
             if start + count == len(seq.token_ids):
-                samplers.append(generation)
-                sample_rows.append(len(logits_rows))
+                samplers[generation] = len(logits_rows)
                 logits_rows.append(len(token_ids) - 1)
         tables = self._tables[table_rows, :num_blocks]
         in_sequence = np.repeat(np.arange(len(plan)), counts)
@@ -325,7 +316,7 @@ class Engine:
             logits_rows=np.array(logits_rows, np.int32),
             adapter_slots=np.zeros(len(plan), np.int32),
         )
-        return _Step(batch, samplers, sample_rows, scores)
+        return _Step(batch, samplers, scores)
 
     def _write_table(self, generation: _Generation) -> None:
         """Bring the sequence's row of `_tables` up to date with its block table, which only grows while it runs."""
@@ -344,36 +335,47 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- after the step
 
-    def _score_prompts(self, step: _Step, logits: NDArray[np.float32]) -> None:
-        """Fill in the logprobs of prompt tokens, each from the logits of the position before it."""
-        if not step.scores:
-            return
-        token_ids = [score.generation.seq.token_ids[score.position] for score in step.scores]
-        num_top = [score.generation.seq.request.params.prompt_logprobs or 0 for score in step.scores]
-        results = self._sampler.token_logprobs(logits[[score.row for score in step.scores]], token_ids, num_top)
-        for score, result in zip(step.scores, results, strict=True):
-            assert score.generation.prompt_logprobs is not None
-            score.generation.prompt_logprobs[score.position] = result
+    def _score_prompts(self, step: _Step, logits: NDArray[np.float32]) -> list[RequestOutput]:
+        """Fill in the logprobs of prompt tokens, each from the logits of the position before it. Gives the last
+        outputs of those whose logits cannot be used."""
+        failed: list[RequestOutput] = []
+        for generation, scores in step.scores.items():
+            seq = generation.seq
+            token_ids = [seq.token_ids[position] for position, _ in scores]
+            num_top = [seq.request.params.prompt_logprobs or 0] * len(scores)
+            try:
+                found = self._sampler.token_logprobs(logits[[row for _, row in scores]], token_ids, num_top)
+            except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
+                _log.exception("no prompt logprobs for request %s", seq.request.request_id)
+                failed.append(self._fail(generation, f"prompt logprobs failed: {error}"))
+                continue
+            assert generation.prompt_logprobs is not None
+            for (position, _), entry in zip(scores, found, strict=True):
+                generation.prompt_logprobs[position] = entry
+        return failed
 
-    def _sample(self, step: _Step, logits: NDArray[np.float32]) -> list[SampledToken]:
-        """One token for each of `step.samplers`. If the batch fails, row by row, so that only the guilty suffer."""
-        if step.scores:
-            logits = logits[step.sample_rows]
-        rows = [generation.row for generation in step.samplers]
-        if not rows:
-            return []
+    def _sample(self, step: _Step, logits: NDArray[np.float32]) -> tuple[Iterable[_Generation], Iterable[SampledToken]]:
+        """The sequences that get a token, and their tokens. If a batch fails, it is sampled row by row, so that only
+        the guilty suffer."""
+        samplers = step.samplers
+        if step.scores:  # other rows are among them, and sequences may have failed
+            samplers = {g: row for g, row in samplers.items() if g.seq.finish_reason is None}
+            logits = logits[list(samplers.values())]
+        if not samplers:
+            return (), ()
+        rows = [generation.row for generation in samplers]
         try:
-            return self._sampler.sample(logits, rows)
+            return samplers, self._sampler.sample(logits, rows)
         except Exception:  # noqa: BLE001  (it must not end the loop)
             _log.exception("sampling %d rows together failed", len(rows))
         tokens: list[SampledToken] = []
-        for index, row in enumerate(rows):
+        for index, (generation, row) in enumerate(zip(samplers, rows, strict=True)):
             try:
                 tokens += self._sampler.sample(logits[index : index + 1], [row])
             except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
-                _log.exception("sampling for request %s failed", step.samplers[index].seq.request.request_id)
+                _log.exception("sampling for request %s failed", generation.seq.request.request_id)
                 tokens.append(SampledToken(-1, error=f"sampling failed: {error}"))
-        return tokens
+        return samplers, tokens
 
     def _accept(self, generation: _Generation, token: SampledToken, now: float) -> RequestOutput:
         """Append a sampled token to its sequence; ends the sequence if that stops it."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GREEDY_TEMPERATURE = 1e-5  # below it: greedy
+NOT_FINITE = "the model's logits are not finite numbers"
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -172,7 +173,10 @@ class Sampler(Protocol):
     def token_logprobs(
         self, logits: NDArray[np.float32], token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """The log-softmax of each row of `logits` [R, V] at one token id [R], and at its `num_top` [R] best ones."""
+        """The log-softmax of each row of `logits` [R, V] at one token id [R], and at its `num_top` [R] best ones.
+
+        Raises ValueError if a row is not finite.
+        """
         ...
 
 
@@ -209,6 +213,8 @@ class ReferenceSampler:
     def token_logprobs(
         self, logits: NDArray[np.float32], token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
+        if not np.isfinite(logits[:, : self._num_token_ids].max(axis=1)).all():
+            raise ValueError(NOT_FINITE)
         return [
             _token_logprobs(logits[i, : self._num_token_ids], token_id, k)
             for i, (token_id, k) in enumerate(zip(token_ids, num_top, strict=True))
@@ -216,7 +222,7 @@ class ReferenceSampler:
 
     def _sample_row(self, logits: NDArray[np.float32], row: SamplerRow) -> SampledToken:
         if not math.isfinite(logits.max()):  # NaN, infinity, or nothing but minus infinity
-            return SampledToken(-1, error="the model's logits are not finite numbers")
+            return SampledToken(-1, error=NOT_FINITE)
         x = logits.astype(np.float64)
         _exclude(x, row)
         if x.max() == -math.inf:

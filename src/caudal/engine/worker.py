@@ -272,6 +272,7 @@ class AsyncEngine:
         for consumer in _deliver(addressed):
             if self._consumers.pop(consumer.request.request_id, None) is not None:
                 self._engine.abort(consumer.request.request_id)
+                self._stats = self._engine.stats
 
     def _die(self, error: Exception) -> None:
         with self._lock:

@@ -1,0 +1,91 @@
+"""From a model file to a running engine: the one place that knows the parts of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from caudal.config import EngineConfig
+    from caudal.engine.sampling import Sampler
+    from caudal.engine.worker import AsyncEngine
+    from caudal.executors.base import Executor
+    from caudal.formats import Checkpoint
+    from caudal.text.chat import ChatTemplate
+    from caudal.text.tokenizer import Tokenizer
+
+ExecutorKind = Literal["native", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to answer. `engine.close()` frees it."""
+
+    path: Path
+    name: str  # as the file calls itself
+    architecture: str
+    num_bytes: int  # of the tensors in the file
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+
+
+def load(
+    path: Path,
+    config: EngineConfig,
+    *,
+    executor: ExecutorKind = "native",
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Open a model file, plan and fill the executor, and start an engine.
+
+    `progress` is called with the bytes of weights done and in all. Raises ModelNotFoundError, InvalidModelFileError,
+    UnsupportedModelError and InsufficientMemoryError.
+    """
+    from caudal.engine.engine import Engine
+    from caudal.engine.worker import AsyncEngine
+    from caudal.formats import open_checkpoint
+    from caudal.text.chat import ChatTemplate
+    from caudal.text.tokenizer import Tokenizer
+
+    checkpoint = open_checkpoint(path)
+    metadata = checkpoint.metadata
+    # First what is quick, so that a file that cannot work is refused at once.
+    tokenizer = Tokenizer.from_gguf(metadata)
+    chat_template = ChatTemplate.from_gguf(metadata)
+    running, sampler = _executor(checkpoint, config, executor, progress, tokenizer.vocab_size)
+    try:
+        engine = Engine(running, tokenizer, config, sampler)
+    except BaseException:
+        running.close()
+        raise
+    return LoadedModel(
+        path=path,
+        name=str(metadata.get("general.name") or path.stem),
+        architecture=str(metadata["general.architecture"]),
+        num_bytes=checkpoint.num_bytes,
+        engine=AsyncEngine(engine),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+    )
+
+
+def _executor(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    kind: ExecutorKind,
+    progress: Callable[[int, int], None] | None,
+    num_token_ids: int,
+) -> tuple[Executor, Sampler]:
+    if kind == "reference":
+        from caudal.engine.sampling import ReferenceSampler
+        from caudal.executors.reference import ReferenceExecutor
+
+        return ReferenceExecutor(checkpoint, max_model_len=config.max_model_len), ReferenceSampler(num_token_ids)
+    from caudal.engine.native_sampling import NativeSampler
+    from caudal.executors.native import NativeExecutor
+
+    native = NativeExecutor(checkpoint, config, progress=progress)
+    return native, NativeSampler(native.pool, native.isa, num_token_ids)
