@@ -138,7 +138,7 @@ def test_every_part_has_a_rule():
         ("engine.engine", "from caudal.executors import native", ["executors.native"]),
         ("engine.scheduler", "from caudal.engine.engine import Engine", ["engine.engine"]),
         ("engine.engine", "from caudal import _native", ["_native"]),
-        ("engine.sampling", "from caudal import _native", []),
+        ("engine.native_sampling", "from caudal import _native", []),
         ("api.openai", "import caudal.models", ["models"]),
         ("api.openai", "from caudal import __version__", []),
         ("api.openai", "def f():\n    from caudal.graph import ops", ["graph.ops"]),
