@@ -114,6 +114,8 @@ def bind(config: ServerConfig) -> socket.socket:
             "or pass --insecure to let everybody in."
         )
     where = f"{config.host}:{config.port}"
+    if not 0 <= config.port < 65536:
+        raise ListenError(f"Cannot listen on {where}: ports go from 0 to 65535.")
     try:
         found = socket.getaddrinfo(
             config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from caudal import __version__
 from caudal.api.errors import ApiError
 from caudal.api.http import Body, parse_body, read_json
-from caudal.api.openai_requests import ChatBody, TokenId, render_chat, tokenize
+from caudal.api.openai_requests import ChatBody, TokenId, render_chat, tokenize, tokenize_chat
 from caudal.api.service import Service
 
 
@@ -22,7 +22,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: bool | None = None  # default: true for a prompt, false for a chat
+    add_special_tokens: bool = True  # of a chat: false
     return_token_strs: bool = False
 
 
@@ -60,12 +60,10 @@ def router(service: Service) -> APIRouter:
         if (body.prompt is None) == ("messages" not in raw):
             raise ApiError(400, "Send either 'prompt' or 'messages'.", param="prompt")
         if body.prompt is None:
-            text, special = await render_chat(model, parse_body(ChatBody, raw)), False
+            chat = parse_body(ChatBody, raw)
+            ids = await tokenize_chat(model, await render_chat(model, chat), add_special=chat.add_special_tokens)
         else:
-            text, special = body.prompt, True
-        if body.add_special_tokens is not None:
-            special = body.add_special_tokens
-        (ids,) = await tokenize(model, [text], add_special=special)
+            (ids,) = await tokenize(model, [body.prompt], add_special=body.add_special_tokens)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         reply["token_strs"] = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
         return JSONResponse(reply)
