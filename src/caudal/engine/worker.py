@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -150,6 +151,7 @@ class AsyncEngine:
         self._consumers: dict[str, _Consumer] = {}
         self._draining = False
         self._thread.start()
+        atexit.register(self.close)  # or the interpreter would end under a running step
 
     @property
     def max_model_len(self) -> int:
@@ -200,6 +202,7 @@ class AsyncEngine:
         self._stop_thread(drain=False)
         self._thread.join()
         self._engine.close()
+        atexit.unregister(self.close)
 
     def _submit(self, request: Request, sink: _Mailbox | Callable[[RequestOutput], None]) -> _Consumer:
         self._engine.validate(request)
