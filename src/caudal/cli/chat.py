@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from caudal.cli.support.conversation import Conversation
-    from caudal.cli.support.session import Session
     from caudal.core import Timings
+    from caudal.llm import LLM
 
 MIN_ANSWER = 256  # tokens of context kept free for an answer
 SAMPLE_PROMPT = "Say hello and tell me in one sentence what you can do."
@@ -43,18 +43,25 @@ def command(model: str | None, system: str, **settings: Any) -> None:
       echo "Name three rivers." | caudal chat
     """
     from caudal.cli.support.conversation import Conversation
-    from caudal.cli.support.session import open_session
+    from caudal.cli.support.models import display_name, open_llm
+    from caudal.engine.sampling import validate
+    from caudal.store import default_model
 
+    name = model or default_model()
     params = take(SamplingParams, settings)
-    with open_session(model, take(EngineConfig, settings)) as session:
-        conversation = Conversation(params, session.check, model=session.name, system=system)
+    with open_llm(name, take(EngineConfig, settings)) as llm:
+
+        def check(params: SamplingParams) -> None:
+            validate(params, llm.tokenizer.vocab_size, llm.max_model_len)
+
+        conversation = Conversation(params, check, model=display_name(name), system=system)
         if sys.stdin.isatty():
-            _talk(session, conversation)
+            _talk(llm, conversation)
         else:
             conversation.ask(_piped_prompt() or SAMPLE_PROMPT)
             if conversation.turns[0]["content"] == SAMPLE_PROMPT:
                 print(f"> {SAMPLE_PROMPT}")
-            answer(session, conversation)
+            answer(llm, conversation)
 
 
 def _piped_prompt() -> str:
@@ -65,10 +72,10 @@ def _piped_prompt() -> str:
     return sys.stdin.read().strip() if readable else ""
 
 
-def _talk(session: Session, conversation: Conversation) -> None:
+def _talk(llm: LLM, conversation: Conversation) -> None:
     from caudal.cli.support.conversation import obey
 
-    remark(f"{session.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat.")
+    remark(f"{conversation.model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat.")
     read_line = _line_reader()
     while True:
         try:
@@ -89,15 +96,15 @@ def _talk(session: Session, conversation: Conversation) -> None:
             conversation.ask(line)
         else:
             continue
-        answer(session, conversation)
+        answer(llm, conversation)
 
 
-def answer(session: Session, conversation: Conversation) -> None:
+def answer(llm: LLM, conversation: Conversation) -> None:
     """Stream an answer to the last turn. Ctrl-C stops it; what was said until then stays."""
-    prompt = _fitting_prompt(session, conversation)
+    prompt = _fitting_prompt(llm, conversation)
     text = ""
     output = None
-    stream = session.stream(prompt, conversation.params)
+    stream = llm.stream(prompt, conversation.params)
     try:
         for output in stream:
             text += output.text
@@ -117,16 +124,16 @@ def answer(session: Session, conversation: Conversation) -> None:
         remark(_speed(output.num_output_tokens, output.timings))
 
 
-def _fitting_prompt(session: Session, conversation: Conversation) -> list[int]:
+def _fitting_prompt(llm: LLM, conversation: Conversation) -> list[int]:
     """Token ids of the conversation, without its oldest turns if those leave no room for an answer."""
-    room = min(MIN_ANSWER, session.max_model_len // 4)
-    prompt = session.chat_prompt(conversation.messages)
+    room = min(MIN_ANSWER, llm.max_model_len // 4)
+    prompt = llm.chat_prompt(conversation.messages)
     dropped = 0
-    while len(prompt) + room > session.max_model_len and conversation.drop_oldest():
+    while len(prompt) + room > llm.max_model_len and conversation.drop_oldest():
         dropped += 1
-        prompt = session.chat_prompt(conversation.messages)
+        prompt = llm.chat_prompt(conversation.messages)
     if dropped:
-        remark(f"(left out the oldest {dropped} of the turns: the context holds {session.max_model_len} tokens)")
+        remark(f"(left out the oldest {dropped} of the turns: the context holds {llm.max_model_len} tokens)")
     return prompt
 
 

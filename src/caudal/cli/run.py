@@ -36,23 +36,25 @@ def command(model: str, prompt: tuple[str, ...], system: str, raw: bool, as_json
       caudal run smollm2:135m "Summarize this:" - < report.txt
       caudal run smollm2:135m --raw "Once upon a time"
     """
-    from caudal.cli.support.session import open_session
+    from caudal.cli.support.models import display_name, open_llm
 
     text = _read_prompt(prompt)
     params = take(SamplingParams, settings)
-    with open_session(model, take(EngineConfig, settings)) as session:
+    with open_llm(model, take(EngineConfig, settings)) as llm:
         if raw:
-            prompt_ids = session.tokenizer.encode(text)
+            prompt_ids = llm.tokenizer.encode(text)
         else:
             head = [{"role": "system", "content": system}] if system else []
-            prompt_ids = session.chat_prompt([*head, {"role": "user", "content": text}])
+            prompt_ids = llm.chat_prompt([*head, {"role": "user", "content": text}])
         outputs: list[RequestOutput] = []
-        for output in session.stream(prompt_ids, params):
+        for output in llm.stream(prompt_ids, params):
+            if output.error is not None:
+                raise output.error
             outputs.append(output)
             if not as_json:
                 print(output.text, end="", flush=True)
         if as_json:
-            print_json(_result(session.name, prompt_ids, outputs))
+            print_json(_result(display_name(model), prompt_ids, outputs))
         else:
             print()
 

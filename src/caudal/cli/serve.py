@@ -31,7 +31,8 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
 
     from caudal.api.server import serve
     from caudal.api.service import ServedModel
-    from caudal.cli.support.session import display_name, load_model
+    from caudal.cli.support.models import display_name, fetch
+    from caudal.loader import load as load_model
     from caudal.store import default_model
 
     name = models[0] if models else default_model()
@@ -39,7 +40,7 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
     engine_config = take(EngineConfig, settings)
 
     def load() -> ServedModel:
-        loaded = load_model(name, engine_config)
+        loaded = load_model(fetch(name), engine_config)
         return ServedModel(
             name=server_config.served_model_name or display_name(name),
             engine=loaded.engine,

