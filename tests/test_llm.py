@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from caudal import LLM, SamplingParams
 from caudal.core import (
     EngineDeadError,
