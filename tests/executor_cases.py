@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import pytest
 
+from caudal import _native
+from caudal.config import EngineConfig, KVType
 from caudal.executors.base import Executor
+from caudal.executors.lowering import kv_layers
+from caudal.executors.native import NativeExecutor
 from caudal.executors.reference import ReferenceExecutor
 from caudal.formats import Checkpoint
 from caudal.graph.program import Program
+from caudal.models import build_program
+from caudal.quants import QuantType
 
 
 class Open(Protocol):
@@ -29,12 +36,45 @@ class ExecutorCase:
     exact_cache: bool = True  # keys and values are float32
     exact_activations: bool = True  # inputs of quantized weights are not rounded
     bit_identical: bool = True  # results do not depend on batch, chunks and threads
+    has_type: Callable[[QuantType], bool] = lambda _: True
 
 
 # numpy's matrix products round differently for different numbers of rows.
 REFERENCE = ExecutorCase("reference", ReferenceExecutor, bit_identical=False)
-EXECUTORS = (REFERENCE,)
 
+
+def native(kv_type: KVType, isa: str) -> Open:
+    """Opens the native executor with the same arguments as the reference."""
+
+    def open_native(
+        checkpoint: Checkpoint, *, max_model_len: int = 0, num_blocks: int = 0, program: Program | None = None
+    ) -> Executor:
+        config = EngineConfig(
+            num_threads=2, pin_threads=False, isa=isa, kv_type=kv_type, max_model_len=max_model_len, kv_cache_memory=0
+        )
+        if num_blocks:
+            layers = kv_layers(program or build_program(checkpoint)[1])
+            config = replace(config, kv_cache_memory=num_blocks * _native.kv_block_bytes(kv_type, layers))
+        return NativeExecutor(checkpoint, config, program=program)
+
+    return open_native
+
+
+def native_case(name: str, isa: str) -> ExecutorCase:
+    return ExecutorCase(
+        name,
+        native("f16", isa),
+        exact_cache=False,
+        exact_activations=False,
+        has_type=lambda quant_type: _native.has_type(quant_type.ggml_id),
+    )
+
+
+NATIVE = native_case("native", "auto")
+NATIVE_PLAIN = native_case("native-plain", "reference")
+EXECUTORS = (REFERENCE, NATIVE, NATIVE_PLAIN)
+
+fast_executors = pytest.mark.parametrize("case", (REFERENCE, NATIVE), ids=lambda case: case.name)
 each_executor = pytest.mark.parametrize("case", EXECUTORS, ids=lambda case: case.name)
 
 

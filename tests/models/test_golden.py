@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caudal.core import UnsupportedModelError
 from caudal.executors.base import Executor
 from caudal.executors.driver import run_tokens
 from caudal.formats import open_checkpoint
+from caudal.models import build_program
 from caudal.quants import all_types
 from conftest import shared_dir
-from executor_cases import ExecutorCase, each_executor, nmse
+from executor_cases import ExecutorCase, each_executor, fast_executors, nmse
 
 GOLDEN = shared_dir("golden")
 LENGTHS = (1, 9, 70)
@@ -53,6 +55,19 @@ def test_architecture(case: ExecutorCase, name: str, chunks: str):
             assert nmse(got, transformers[f"logits_{n}"].reshape(got.shape)) <= arch_limit(case, name)
 
 
+OTHERS = sorted(
+    {f"{folder}/{path.stem}" for folder in ("gguf", "hf") for path in (GOLDEN / "arch" / folder).glob("*.gguf")}
+    - {*ARCHITECTURES}
+)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_compared_here_is_refused(name: str):
+    """No architecture may run without a golden test: one that is added must join ARCHITECTURES."""
+    with pytest.raises(UnsupportedModelError, match=r"the architecture .* is not supported|mixture of experts"):
+        build_program(open_checkpoint(GOLDEN / "arch" / f"{name}.gguf"))
+
+
 @each_executor
 def test_yarn_with_mscale(case: ExecutorCase):
     """The mistral3 file is a llama with YaRN, and an attention temperature that is 1 up to position 64."""
@@ -75,12 +90,18 @@ def test_quantization(case: ExecutorCase, name: str):
     unknown = TYPES_OF_QUANTIZED[name]["types"].keys() - known
     if unknown:
         pytest.skip(f"tensor types that Caudal does not have yet: {', '.join(sorted(unknown))}")
+    path = GOLDEN / "quant" / f"{name}.gguf"
+    lacking = [t.name for t in {t.quant_type for t in open_checkpoint(path).tensors.values()} if not case.has_type(t)]
+    if lacking:
+        with pytest.raises(UnsupportedModelError, match="|".join(lacking)), opened(case, path):
+            pass
+        return
     expected = np.load(GOLDEN / "quant" / f"{name}.S.npz")
     # llama.cpp rounds activations too; a difference within its own is right.
     summary = TYPES_OF_QUANTIZED[name]["S"]
     assert isinstance(summary, dict)
     limit = 1e-6 if case.exact_activations else max(1.5 * float(summary["vs_exact"]), 1e-6)
-    with opened(case, GOLDEN / "quant" / f"{name}.gguf") as executor:
+    with opened(case, path) as executor:
         rows = [run_tokens(executor, expected[f"tokens_{n}"].tolist(), chunk_sizes=(128,))[0] for n in (1, 17, 300)]
     assert nmse(np.array(rows), expected["logits_exact"]) <= limit
 
@@ -128,12 +149,12 @@ def check_smollm2(case: ExecutorCase, path: Path, prompts: range) -> None:
         assert flips <= 2
 
 
-@each_executor
+@fast_executors
 def test_smollm2_some_prompts(case: ExecutorCase, smollm2: Path):
     check_smollm2(case, smollm2, range(0, 24, 8))
 
 
 @pytest.mark.slow
-@each_executor
+@fast_executors
 def test_smollm2_all_prompts(case: ExecutorCase, smollm2: Path):
     check_smollm2(case, smollm2, range(24))

@@ -29,18 +29,29 @@ _RESERVE = 256 << 20  # bytes left to the rest of the process and the system
 class NativeExecutor:
     """Implements `executors.base.Executor`. Results do not depend on the batch or the number of threads."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, *, progress: Progress | None = None) -> None:
-        """Records, packs and plans the model.
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        program: Program | None = None,
+    ) -> None:
+        """Records, packs and plans the model. program: a validated one to run in place of the checkpoint's model;
+        config.max_model_len must then be given.
 
         Raises UnsupportedModelError (a part of the model or an option that is not supported), InvalidModelFileError
         and InsufficientMemoryError.
         """
-        model_config, program = build_program(checkpoint)
+        context_length = config.max_model_len
+        if program is None:
+            model_config, program = build_program(checkpoint)
+            context_length = model_config.context_length
         program = remove_dead_ops(early_last_tokens(program))
         _check_types(program, checkpoint)
-        if config.max_model_len > model_config.context_length:
+        if config.max_model_len > context_length:
             raise UnsupportedModelError(
-                f"the model was made for at most {model_config.context_length} tokens of context, "
+                f"the model was made for at most {context_length} tokens of context, "
                 f"but {config.max_model_len} are asked for (--ctx)"
             )
         if config.isa not in _native.instruction_sets():
@@ -49,9 +60,10 @@ class NativeExecutor:
                 f"available: {', '.join(_native.instruction_sets())}"
             )
         weight_bytes = packed_bytes(program, checkpoint)
-        block_bytes = _native.kv_block_bytes(config.kv_type, kv_layers(program))
+        # Blocks of a program without attention take no memory; the arithmetic below wants some.
+        block_bytes = max(1, _native.kv_block_bytes(config.kv_type, kv_layers(program)))
         self._max_model_len, num_blocks = _size_cache(
-            config, model_config.context_length, block_bytes=block_bytes, weight_bytes=weight_bytes
+            config, context_length, block_bytes=block_bytes, weight_bytes=weight_bytes
         )
         self._kv_layout = KVLayout(BLOCK_SIZE, num_blocks, block_bytes, config.kv_type)
         self.pool = _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
