@@ -6,6 +6,8 @@
 // with one accumulator. So a row's result does not depend on its neighbours.
 #include <immintrin.h>
 
+#include <cstddef>
+
 #include "kernels/attention.h"
 #include "kernels/fill.h"
 
@@ -174,18 +176,37 @@ inline void softmax_block(float* s, KeyRange range, float scale, float softcap, 
 
 struct HalfSource {
   using Number = uint16_t;
+  static constexpr bool kPrefetch = true;
   static __m256 load(const uint16_t* p) { return load_half(p); }
 };
 
 struct FloatSource {
   using Number = float;
+  static constexpr bool kPrefetch = false;  // converted copies are in the first or second cache already
   static __m256 load(const float* p) { return _mm256_loadu_ps(p); }
 };
 
-// c[r][0 .. 8 C) = (c if kAdd else 0) + sum over i < n of a[r][i] * b[i * stride + 0 .. 8 C)
+// Fetches what lies `ahead` bytes beyond p, in lines of 64 bytes: the same place in the block that comes
+// next. The processor's own prefetching stops at the ends of blocks and pages.
+template <int Bytes>
+inline void prefetch(const void* p, std::ptrdiff_t ahead) {
+  const auto* q = static_cast<const char*>(p) + ahead;
+#pragma GCC unroll 4
+  for (int line = 0; line < Bytes; line += 64) _mm_prefetch(q + line, _MM_HINT_T0);
+}
+
+template <class S>
+struct Matrix {
+  const typename S::Number* data;
+  size_t stride;
+  int rows;
+  std::ptrdiff_t ahead;  // see prefetch()
+};
+
+// c[r][column + 0 .. 8 C) = (c if kAdd else 0) + sum over the rows i of b of a[r][i] * b[i][column + 0 .. 8
+// C)
 template <class S, int R, int C, bool kAdd>
-inline void product(const float* const* a, const typename S::Number* b, size_t stride, int n, float* const* c,
-                    int column) {
+inline void product(const float* const* a, Matrix<S> b, float* const* c, int column) {
   const float* rows[R];
   __m256 sum[R][C];
 #pragma GCC unroll 6
@@ -195,8 +216,9 @@ inline void product(const float* const* a, const typename S::Number* b, size_t s
     for (int j = 0; j < C; ++j)
       sum[r][j] = kAdd ? _mm256_load_ps(c[r] + column + 8 * j) : _mm256_setzero_ps();
   }
-  const typename S::Number* p = b + column;
-  for (int i = 0; i < n; ++i, p += stride) {
+  const typename S::Number* p = b.data + column;
+  for (int i = 0; i < b.rows; ++i, p += b.stride) {
+    if constexpr (S::kPrefetch) prefetch<8 * C * sizeof(*p)>(p, b.ahead);
     if constexpr (R <= 3) {
       __m256 x[R];
 #pragma GCC unroll 6
@@ -228,19 +250,18 @@ inline void product(const float* const* a, const typename S::Number* b, size_t s
 
 // All columns 0 .. width (a multiple of 8), as many at a time as keep the sums in registers
 template <class S, int R, bool kAdd>
-inline void product_rows(const float* const* a, const typename S::Number* b, size_t stride, int n,
-                         float* const* c, int width) {
+inline void product_rows(const float* const* a, Matrix<S> b, float* const* c, int width) {
   constexpr int kColumns = R == 1 ? 8 : R <= 3 ? 4 : 2;
   int column = 0;
   for (; column + 8 * kColumns <= width; column += 8 * kColumns)
-    product<S, R, kColumns, kAdd>(a, b, stride, n, c, column);
+    product<S, R, kColumns, kAdd>(a, b, c, column);
   if constexpr (kColumns == 8) {
-    if (column + 32 <= width) product<S, R, 4, kAdd>(a, b, stride, n, c, column), column += 32;
+    if (column + 32 <= width) product<S, R, 4, kAdd>(a, b, c, column), column += 32;
   }
   if constexpr (kColumns >= 4) {
-    if (column + 16 <= width) product<S, R, 2, kAdd>(a, b, stride, n, c, column), column += 16;
+    if (column + 16 <= width) product<S, R, 2, kAdd>(a, b, c, column), column += 16;
   }
-  if (column < width) product<S, R, 1, kAdd>(a, b, stride, n, c, column);
+  if (column < width) product<S, R, 1, kAdd>(a, b, c, column);
 }
 
 // --- the two kinds of cache. Each opens a block, then computes scores and adds values for tiles of rows.
@@ -268,7 +289,8 @@ class HalfCache {
  public:
   explicit HalfCache(const Context& c) : c_(c), convert_(c.rows > kConvertRows) {}
 
-  void open(const std::byte* head) {
+  void open(const std::byte* head, const std::byte* next) {
+    ahead_ = next - head;
     keys_ = reinterpret_cast<const uint16_t*>(head);
     values_ = reinterpret_cast<const uint16_t*>(head + c_.layout.values);
     if (!convert_) return;
@@ -284,9 +306,9 @@ class HalfCache {
     for (int r = 0; r < R; ++r) q[r] = c_.query(row + r);
     const int n = c_.args.layer->k_dim;
     if (convert_) {
-      product_rows<FloatSource, R, false>(q, c_.scratch.keys, kKvBlock, n, s, kKvBlock);
+      product_rows<FloatSource, R, false>(q, {c_.scratch.keys, kKvBlock, n, 0}, s, kKvBlock);
     } else {
-      product_rows<HalfSource, R, false>(q, keys_, kKvBlock, n, s, kKvBlock);
+      product_rows<HalfSource, R, false>(q, {keys_, kKvBlock, n, ahead_}, s, kKvBlock);
     }
   }
 
@@ -302,13 +324,14 @@ class HalfCache {
       a[r] = p[r] + range.begin;
       out[r] = c_.output(row + r);
     }
-    const int stride = c_.layout.v_stride, n = range.end - range.begin;
-    const auto first = static_cast<size_t>(range.begin * stride);
+    const auto stride = static_cast<size_t>(c_.layout.v_stride),
+               first = static_cast<size_t>(range.begin) * stride;
+    const int n = range.end - range.begin;
     if (convert_) {
-      product_rows<FloatSource, R, true>(a, c_.scratch.values + first, static_cast<size_t>(stride), n, out,
-                                         stride);
+      product_rows<FloatSource, R, true>(a, {c_.scratch.values + first, stride, n, 0}, out,
+                                         c_.layout.v_stride);
     } else {
-      product_rows<HalfSource, R, true>(a, values_ + first, static_cast<size_t>(stride), n, out, stride);
+      product_rows<HalfSource, R, true>(a, {values_ + first, stride, n, ahead_}, out, c_.layout.v_stride);
     }
   }
 
@@ -317,6 +340,7 @@ class HalfCache {
   const bool convert_;
   const uint16_t* keys_ = nullptr;
   const uint16_t* values_ = nullptr;
+  std::ptrdiff_t ahead_ = 0;  // from the open block to the next one
 };
 
 // Integer sums are exact, so their order is free. Queries become int16 (error 2^-16 of the largest),
@@ -343,7 +367,8 @@ class Q8Cache {
     }
   }
 
-  void open(const std::byte* head) {
+  void open(const std::byte* head, const std::byte* next) {
+    ahead_ = next - head;
     keys_ = head;
     key_scales_ = reinterpret_cast<const float*>(head + c_.layout.key_scales);
     values_ = head + c_.layout.values;
@@ -408,6 +433,7 @@ class Q8Cache {
     }
     const std::byte* k = keys_ + column * 4;
     for (int d = 0; d < n; d += 4, k += kKvBlock * 4) {
+      prefetch<32 * C>(k, ahead_);
 #pragma GCC unroll 4
       for (int j = 0; j < C; ++j) {
         const __m256i x = load_bytes(k + 32 * j);
@@ -474,6 +500,7 @@ class Q8Cache {
     }
     const std::byte* v = values_ + column * 4;
     for (int g = 0; g < 8; ++g, v += c_.layout.v_stride * 4) {
+      prefetch<32 * C>(v, ahead_);
 #pragma GCC unroll 8
       for (int j = 0; j < C; ++j) {
         const __m256i x = load_bytes(v + 32 * j);
@@ -501,6 +528,7 @@ class Q8Cache {
   const std::byte* values_ = nullptr;
   const float* key_scales_ = nullptr;
   const float* value_scales_ = nullptr;
+  std::ptrdiff_t ahead_ = 0;  // from the open block to the next one
 };
 
 // --- a chunk
@@ -560,7 +588,9 @@ void attend_blocks(const Context& c, int chunk) {
                    last = visible_keys(last_position, a.window, base);
     if (last.end <= 0) break;
     if (first.begin >= kKvBlock) continue;
-    cache.open(head_data(*a.layer, a.block_table[b], a.kv_head));
+    const int next = smaller(b + 1, last_position / kKvBlock);
+    cache.open(head_data(*a.layer, a.block_table[b], a.kv_head),
+               head_data(*a.layer, a.block_table[next], a.kv_head));
     if (first.full() && last.full()) {
       attend_rows(c, cache, 0, c.rows, first);
       continue;
