@@ -10,6 +10,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr size_t kDrawBlock = 1024;  // logits whose probabilities are computed at a time when all take part
+constexpr size_t kBins = 1024;       // of the histogram that narrows down where a probability mass is reached
 constexpr size_t kFirstGuess = 256;  // candidates with which top_p without top_k starts
 
 // The smallest float that is not below x
@@ -202,8 +203,8 @@ class RowSampler {
   // Keeps the fewest candidates, smallest keys first, whose weights sum to at least `mass`: halves the range
   // in which the last of them lies.
   void keep_mass(double mass) {
-    size_t begin = 0, end = count();
-    double sum = 0.0;
+    double sum = narrow(mass);
+    size_t begin = 0, end = s_.order.size();
     while (end - begin > 1) {
       const size_t middle = begin + (end - begin) / 2;
       select(begin, middle - 1, end);
@@ -217,6 +218,34 @@ class RowSampler {
       }
     }
     keep_up_to(s_.order[begin]);
+  }
+
+  // Leaves in `order` only candidates near the one at which the weights, smallest keys first, sum to `mass`:
+  // those in one bin of a histogram over the keys. Returns the sum of the weights before them.
+  double narrow(double mass) {
+    if (count() < 4 * kBins) return 0.0;
+    float lowest = kInf, highest = -kInf;  // of what has a weight
+    for (size_t i = 0; i < count(); ++i) {
+      if (s_.weights[i] == 0.0F) continue;
+      lowest = std::min(lowest, s_.keys[i]);
+      highest = std::max(highest, s_.keys[i]);
+    }
+    const float range = highest - lowest;
+    if (!(range > 1e-30F && range < 1e30F)) return 0.0;
+    const auto bin = [lowest, factor = static_cast<float>(kBins) / range](float key) {
+      return static_cast<size_t>(std::clamp((key - lowest) * factor, 0.0F, static_cast<float>(kBins - 1)));
+    };
+    std::array<double, kBins> sums{};
+    for (size_t i = 0; i < count(); ++i) sums[bin(s_.keys[i])] += static_cast<double>(s_.weights[i]);
+    double before = 0.0;
+    size_t found = 0;
+    while (found + 1 < kBins && before + sums[found] < mass) before += sums[found++];
+    size_t kept = 0;
+    for (uint32_t i = 0; i < count(); ++i) {
+      if (bin(s_.keys[i]) == found) s_.order[kept++] = i;
+    }
+    s_.order.resize(kept);  // at least one: the last bin holds the highest key
+    return before;
   }
 
   // --- log-probabilities of the raw logits
@@ -359,8 +388,8 @@ class RowSampler {
 
   void keep_typical(float mass, float inverse) {
     const double total = weigh(inverse);
-    const auto surprise = [this, inverse, total](size_t i) {
-      return std::log(total) -
+    const auto surprise = [this, inverse, log_total = std::log(total)](size_t i) {
+      return log_total -
              (static_cast<double>(s_.values[i]) - static_cast<double>(peak_)) * static_cast<double>(inverse);
     };
     double entropy = 0.0;
