@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -96,30 +97,34 @@ def _talk(llm: LLM, conversation: Conversation) -> None:
             conversation.ask(line)
         else:
             continue
-        answer(llm, conversation)
+        try:
+            answer(llm, conversation)
+        except CaudalError as error:
+            report_error(error)
 
 
 def answer(llm: LLM, conversation: Conversation) -> None:
-    """Stream an answer to the last turn. Ctrl-C stops it; what was said until then stays."""
-    prompt = _fitting_prompt(llm, conversation)
+    """Stream an answer to the last turn. Ctrl-C stops it; what was said until then stays.
+
+    Raises the CaudalError that ended the request; its question is forgotten then.
+    """
     text = ""
     output = None
-    stream = llm.stream(prompt, conversation.params)
     try:
-        for output in stream:
-            text += output.text
-            print(output.text, end="", flush=True)
+        with closing(llm.stream(_fitting_prompt(llm, conversation), conversation.params)) as stream:
+            for output in stream:
+                text += output.text
+                print(output.text, end="", flush=True)
+                if output.error is not None:
+                    raise output.error
     except KeyboardInterrupt:
         print(" [stopped]", end="")
-    except CaudalError as error:
-        report_error(error)
     finally:
-        stream.close()
-    print()
-    if text:
-        conversation.answer(text)
-    else:
-        conversation.drop_question()
+        print()
+        if text:
+            conversation.answer(text)
+        else:
+            conversation.drop_question()
     if output is not None and output.timings is not None:
         remark(_speed(output.num_output_tokens, output.timings))
 
