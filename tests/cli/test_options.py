@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from caudal.cli.support.options import (
+    CONVERSATION_DEFAULTS,
     SAMPLING_HELP,
     IntList,
     engine_options,
@@ -44,7 +45,7 @@ def parse(decorator, settings, *arguments):
 def test_without_flags_the_settings_have_their_defaults():
     assert parse(engine_options(), EngineConfig) == EngineConfig()
     assert parse(server_options, ServerConfig) == ServerConfig()
-    assert parse(sampling_options, SamplingParams) == SamplingParams()
+    assert parse(sampling_options, SamplingParams) == SamplingParams(**CONVERSATION_DEFAULTS)
 
 
 def test_the_flags_of_serve_that_others_rely_on():
@@ -88,7 +89,7 @@ def test_sampling_flags():
         SamplingParams,
         *words("--temperature 0.5 --top-k 40 --stop a --stop b --seed 7 --ignore-eos"),
     )
-    assert params == SamplingParams(temperature=0.5, top_k=40, stop=("a", "b"), seed=7, ignore_eos=True)
+    assert params == SamplingParams(temperature=0.5, min_p=0.05, top_k=40, stop=("a", "b"), seed=7, ignore_eos=True)
 
 
 def test_every_sampling_help_belongs_to_a_field():

@@ -34,6 +34,10 @@ SAMPLING_HELP = {
 """The sampling fields offered as flags, with their help (`core` has no place for it)."""
 
 
+CONVERSATION_DEFAULTS = {"temperature": 0.7, "min_p": 0.05}
+"""Sampling for people: the neutral values let a small model wander off. The API keeps OpenAI's defaults."""
+
+
 class Size(click.ParamType[int]):
     """Bytes, written as 64MiB, 2GiB or a plain number."""
 
@@ -72,12 +76,12 @@ def _flag(field: dataclasses.Field[Any]) -> str:
     return field.metadata.get("flag") or "--" + field.name.replace("_", "-")
 
 
-def _option(field: dataclasses.Field[Any], hint: Any, help: str) -> click.Option:
+def _option(field: dataclasses.Field[Any], hint: Any, help: str, default: Any) -> click.Option:
     """One flag for one dataclass field."""
     arguments = [a for a in typing.get_args(hint) if a is not type(None)]
     origin = typing.get_origin(hint)
     flag = _flag(field)
-    common: dict[str, Any] = {"help": help, "default": field.default}
+    common: dict[str, Any] = {"help": help, "default": default}
     if hint is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", field.name], show_default=True, **common)
     if origin is typing.Literal:
@@ -85,21 +89,25 @@ def _option(field: dataclasses.Field[Any], hint: Any, help: str) -> click.Option
     if origin is tuple:
         return click.Option([flag, field.name], type=arguments[0], multiple=True, **common)
     kind = hint if isinstance(hint, type) else arguments[0]
-    default: Any = field.default
     show: bool | str = default is not None
     if field.metadata.get("size"):
         kind, show = Size(), format_size(default) if default else False
     return click.Option([flag, field.name], type=kind, show_default=show, **common)
 
 
-def _add_options(settings: type, helps: Mapping[str, str]) -> Callable[[_Command], _Command]:
+def _add_options(
+    settings: type, helps: Mapping[str, str], defaults: Mapping[str, Any] | None = None
+) -> Callable[[_Command], _Command]:
     hints = typing.get_type_hints(settings)
     fields = [field for field in dataclasses.fields(settings) if field.name in helps]
+    defaults = {field.name: field.default for field in fields} | dict(defaults or {})
 
     def decorate(function: _Command) -> _Command:
         # click collects parameters from the last decorator to the first; so do we.
         params: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
-        params += [_option(field, hints[field.name], helps[field.name]) for field in reversed(fields)]
+        params += [
+            _option(field, hints[field.name], helps[field.name], defaults[field.name]) for field in reversed(fields)
+        ]
         return function
 
     return decorate
@@ -117,7 +125,7 @@ def engine_options(*only: str) -> Callable[[_Command], _Command]:
 server_options = _add_options(ServerConfig, _setting_helps(ServerConfig))
 """Flags of ServerConfig's fields."""
 
-sampling_options = _add_options(SamplingParams, SAMPLING_HELP)
+sampling_options = _add_options(SamplingParams, SAMPLING_HELP, CONVERSATION_DEFAULTS)
 """Flags of the SamplingParams fields named in SAMPLING_HELP."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
@@ -136,7 +144,7 @@ def parse_sampling(name: str, text: str) -> object:
     field = next((f for f in dataclasses.fields(SamplingParams) if f.name == name.replace("-", "_")), None)
     if field is None or field.name not in SAMPLING_HELP:
         raise click.UsageError(f"no such setting: {name}; there are {', '.join(SAMPLING_HELP)}")
-    option = _option(field, typing.get_type_hints(SamplingParams)[field.name], "")
+    option = _option(field, typing.get_type_hints(SamplingParams)[field.name], "", field.default)
     if text in ("none", "default"):
         return field.default
     value = option.type.convert(text, option, None)
