@@ -10,7 +10,7 @@ from caudal.core import InsufficientMemoryError, UnsupportedModelError
 from caudal.executors.base import KVLayout
 from caudal.executors.lowering import Lowering, Progress, kv_layers, packed_bytes
 from caudal.executors.memory import available_memory
-from caudal.graph.passes import early_last_tokens, remove_dead_ops
+from caudal.graph.passes import early_last_tokens
 from caudal.models import build_program
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class NativeExecutor:
         if program is None:
             model_config, program = build_program(checkpoint)
             context_length = model_config.context_length
-        program = remove_dead_ops(early_last_tokens(program))
+        program = early_last_tokens(program)
         _check_types(program, checkpoint)
         if config.max_model_len > context_length:
             raise UnsupportedModelError(
