@@ -6,9 +6,8 @@
 namespace caudal {
 
 struct AttentionScratch {
-  float* keys = nullptr;    // a block converted for many rows: [k_dim][32] floats, or int16 pairs of the same
-                            // size or less
-  float* values = nullptr;  // [32][v_stride]
+  float* keys = nullptr;      // [k_dim][32]: a block converted once for many rows
+  float* values = nullptr;    // [32][v_stride]
   float* outputs = nullptr;   // [rows][v_stride]
   float* sums = nullptr;      // [rows][8]
   float* maxima = nullptr;    // [rows]
