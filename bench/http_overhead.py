@@ -113,6 +113,8 @@ def server_process(pipe: Connection) -> None:
         pipe.send(time.process_time() - start)
 
     def report(line: str) -> None:
+        if not line.startswith("Listening on "):
+            return
         pipe.send(int(line.rsplit(":", 1)[1]))
         asyncio.get_running_loop().add_reader(pipe.fileno(), answer)
 

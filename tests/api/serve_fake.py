@@ -26,7 +26,6 @@ def main() -> int:
     engine = FakeEngine(delay=delay, max_model_len=10**9)
 
     def load() -> ServedModel:
-        report("Loading")
         time.sleep(abs(load_seconds))
         if load_seconds < 0:
             raise CaudalError("no such model")

@@ -83,7 +83,7 @@ def test_ready_line_health_and_sigterm() -> None:
 def test_health_says_503_until_the_model_is_there() -> None:
     port = free_port()
     with server(load_seconds=1.5, port=port) as process:
-        assert process.line() == "Loading"
+        assert process.line() == "Loading the model"
         url = f"http://127.0.0.1:{port}"
         health = httpx.get(f"{url}/health")
         assert health.status_code == 503
@@ -139,14 +139,14 @@ def test_draining_has_an_end() -> None:
 
 def test_sigterm_while_loading() -> None:
     with server(load_seconds=1.0) as process:
-        assert process.line() == "Loading"
+        assert process.line() == "Loading the model"
         process.process.send_signal(signal.SIGTERM)
         assert process.end()[:2] == (0, "closed True\n")  # and never said that it listens
 
 
 def test_a_model_that_does_not_load() -> None:
     with server(load_seconds=-0.1) as process:
-        assert process.end() == (1, "Loading\nCaudalError: no such model\n", "")
+        assert process.end() == (1, "Loading the model\nCaudalError: no such model\n", "")
 
 
 def test_port_in_use_is_found_before_loading() -> None:
@@ -193,9 +193,11 @@ def test_ports_that_do_not_exist(port: int) -> None:
         bind(ServerConfig(port=port))
 
 
-def test_an_empty_key_is_no_key() -> None:
+@pytest.mark.parametrize("extra", [{}, {"insecure": True}, {"host": "0.0.0.0"}])
+def test_an_empty_key_is_refused(extra: dict[str, Any]) -> None:
+    """It is what is left of `--api-key "$KEY"` when KEY is not set."""
     with pytest.raises(ListenError):
-        bind(ServerConfig(host="0.0.0.0", port=0, api_key=""))
+        bind(ServerConfig(port=0, api_key="", **extra))
 
 
 @pytest.mark.parametrize(

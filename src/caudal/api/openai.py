@@ -30,7 +30,7 @@ from caudal.api.openai_requests import (
     tokenize_chat,
 )
 from caudal.api.service import ServedModel, Service, Tokenizer
-from caudal.core import CaudalError, FinishReason, Logprob, Request, RequestOutput, TokenLogprobs
+from caudal.core import CaudalError, FinishReason, Logprob, Request, RequestOutput, SamplingParams, TokenLogprobs
 
 FINGERPRINT = f"caudal-{__version__}"
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
@@ -132,7 +132,7 @@ async def _chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
     return reply
 
 
-def _request(request_id: str, ids: Sequence[int], body: GenerationBody, params: Any) -> Request:
+def _request(request_id: str, ids: Sequence[int], body: GenerationBody, params: SamplingParams) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(ids),

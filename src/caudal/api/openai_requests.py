@@ -14,8 +14,6 @@ from caudal.api.service import ServedModel
 from caudal.core import SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, in one call
-MAX_STOP = 128
-MAX_LOGPROBS = 20
 # Texts above this are tokenized in another thread, so that running streams go on.
 INLINE_CHARACTERS = 8192
 
@@ -26,7 +24,7 @@ def _listed(value: Any) -> Any:
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=MAX_STOP), BeforeValidator(_listed)]
+Stop = Annotated[list[str], BeforeValidator(_listed)]
 
 # Fields that change what is generated and that are not served. Ignoring them would give wrong answers silently.
 _REFUSED = (
@@ -81,15 +79,15 @@ class GenerationBody(Body):
     frequency_penalty: float = 0.0
     seed: Int64 | None = None
     stop: Stop = Field(default=[])
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOP)
+    stop_token_ids: list[TokenId] = Field(default=[])
     include_stop_str_in_output: bool = False
-    logit_bias: dict[str, float] = Field(default={}, max_length=1024)
+    logit_bias: dict[str, float] = Field(default={})
     allowed_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     max_tokens: Int64 | None = None
     min_tokens: Int64 = 0
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     priority: Int64 = 0
@@ -145,7 +143,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Any  # text, token ids, or a list of these; `prompts` checks it
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
 
@@ -181,7 +179,7 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Int64 | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(None, min_length=1)
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None

@@ -113,6 +113,8 @@ def bind(config: ServerConfig) -> socket.socket:
             f"{config.host} can be reached from other computers. Set a key with --api-key, "
             "or pass --insecure to let everybody in."
         )
+    if config.api_key == "":
+        raise ListenError("The API key is empty. Leave --api-key out to need none.")
     where = f"{config.host}:{config.port}"
     if not 0 <= config.port < 65536:
         raise ListenError(f"Cannot listen on {where}: ports go from 0 to 65535.")
@@ -186,8 +188,8 @@ def serve(load: Callable[[], ServedModel], config: ServerConfig, report: Callabl
     """Listens, loads the model, and serves it until SIGINT or SIGTERM; then drains and returns.
 
     The port is taken first, so that a port in use costs no loading; until the model is there, /health answers 503.
-    `report` is called with `Listening on http://HOST:PORT` once requests are served. Raises `ListenError`, and
-    whatever `load` raises. Call it from the main thread, which gets the signals.
+    `report` is called with what goes on, and with `Listening on http://HOST:PORT` once requests are served. Raises
+    `ListenError`, and whatever `load` raises. Call it from the main thread, which gets the signals.
     """
     sock = bind(config)
     service = Service()
@@ -208,6 +210,9 @@ async def _serve(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
+        while not (server.started or serving.done()):  # from then on signals and /health are answered
+            await asyncio.sleep(0.01)
+        report("Loading the model")
         model = await asyncio.to_thread(load)
         try:
             service.set_model(model)

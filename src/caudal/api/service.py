@@ -155,5 +155,5 @@ class Service:
         """The model that a request names; None: the served one. Raises `ModelNotFoundError`."""
         model = self.model
         if name is not None and name != model.name:
-            raise ModelNotFoundError(f"The model `{name}` does not exist. This server has `{model.name}`.")
+            raise ModelNotFoundError(f"The model `{name[:200]}` does not exist. This server has `{model.name}`.")
         return model
