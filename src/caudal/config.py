@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 KVType = Literal["f16", "q8"]
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{p}{s}": 1024**i for i, p in enumerate("kmgt", 1) for s in ("", "ib")}
-_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+_UNITS = (
+    {"": 1, "b": 1}
+    | {f"{p}{s}": 1024**i for i, p in enumerate("kmgt", 1) for s in ("", "ib")}
+    | {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+)
 
 
 def parse_size(text: str) -> int:

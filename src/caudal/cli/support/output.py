@@ -40,7 +40,7 @@ def progress(what: str, *, size: bool = False) -> Generator[Callable[[int, int |
     and how much there is in all. `size`: they count bytes.
     """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield _said_once(f"{what} ...") if size else lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -58,3 +58,15 @@ def progress(what: str, *, size: bool = False) -> Generator[Callable[[int, int |
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _said_once(text: str) -> Callable[[int, int | None], None]:
+    """What a log shows in place of a bar: one line when the work begins."""
+    said: list[str] = []
+
+    def say(done: int, total: int | None) -> None:
+        if not said:
+            said.append(text)
+            remark(text)
+
+    return say
