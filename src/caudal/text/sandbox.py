@@ -3,13 +3,15 @@
 Jinja's sandbox keeps a template away from Python's internals. It does not bound time and memory, so this environment
 also counts: every loop turn, macro call, function call, filter and printed value costs a step and the characters that
 it handles, from one budget for each rendering, and no step goes on after a deadline. Operations that make a large value
-from small ones (multiplication, powers, formatting, padding, joining, replacing) are refused before they run. What is
-left to a hostile template is the time of single operations on values below the size limits.
+from small ones (multiplication, powers, formatting, padding, joining, replacing), and those that walk through all of a
+nested value, are refused before they run if they would take too long. What is left to a hostile template is the time of
+single operations on values below the size limits.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +42,8 @@ MAX_SECONDS = 10.0
 
 _BUDGET = " budget"  # of the rendering, in its context; a template cannot spell a name with a space
 _CONCAT = " concat"
+_OPERAND = " operand"
+_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
 
 class TemplateLimitError(TemplateRuntimeError):
@@ -126,6 +130,11 @@ class Environment(ImmutableSandboxedEnvironment):
         filters = cast("dict[str, Callable[..., Any]]", self.filters)
         for name, function in list(filters.items()):
             filters[name] = _counted(name, function)
+        filters[_OPERAND] = _walkable
+        tests = cast("dict[str, Callable[..., Any]]", self.tests)
+        for name, function in list(tests.items()):
+            if function in _COMPARISONS or name == "in":
+                tests[name] = _walking(function)
         del self.globals["lipsum"]
 
         def strftime_now(form: str) -> str:
@@ -146,8 +155,8 @@ class Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, str):
-            if method.__name__ == "join" and args:
+        if _has_length(owner):
+            if isinstance(owner, str) and method.__name__ == "join" and args:
                 args = (list(args[0]), *args[1:])
                 _check_join(args[0], owner)
             _check_growth(method.__name__, owner, [*args, *kwargs.values()])
@@ -172,7 +181,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         """Jinja's hook before code is generated: puts a counter into every loop and macro."""
-        _ReplaceConcat().visit(source)
+        _WrapOperations().visit(source)
         for node in list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             body = cast(nodes.For, node).body
             literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -186,13 +195,24 @@ class Environment(ImmutableSandboxedEnvironment):
         _budget(context).spend(chars)
 
 
-class _ReplaceConcat(NodeTransformer):
-    """`a ~ b` becomes a filter, which can be counted."""
+class _WrapOperations(NodeTransformer):
+    """Sends through filters, which can be checked, what Jinja compiles to Python's own operators."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        parts = nodes.List(node.nodes).set_lineno(node.lineno)
-        return nodes.Filter(parts, _CONCAT, [], [], None, None).set_lineno(node.lineno)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if not any(isinstance(operand, nodes.Const) for operand in (node.expr, *(op.expr for op in node.ops))):
+            node.expr = _filter(node.expr, _OPERAND)
+            for op in node.ops:
+                op.expr = _filter(op.expr, _OPERAND)
+        return node
+
+
+def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -258,7 +278,7 @@ def _concat(parts: list[Any]) -> str:
 @jinja2.pass_context
 def _count_output(context: Context, value: Any) -> Any:
     """Jinja's hook for every printed value."""
-    _budget(context).spend(_weight(value))
+    _budget(context).spend(_weight(_walkable(value)))
     return value
 
 
@@ -287,7 +307,10 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 _NUMBER_IN_FORMAT = re.compile(r"\d{5,}|\*|\{[^{}]*\{")  # a large width, or one that comes from elsewhere
 _PADDING = ("center", "ljust", "rjust", "zfill", "batch", "slice", "round", "truncate", "wordwrap")
-_WHOLE = ("tojson", "string", "pprint", "list", "urlencode", "escape", "e", "forceescape", _CONCAT)
+_WALKING = (
+    *("tojson", "string", "pprint", "urlencode", "escape", "e", "forceescape", _CONCAT),
+    *("sort", "unique", "groupby", "dictsort", "min", "max", "sum", "index", "count"),
+)
 
 
 def _check_growth(name: str, value: Any, arguments: list[Any]) -> None:
@@ -311,12 +334,27 @@ def _check_growth(name: str, value: Any, arguments: list[Any]) -> None:
         size = (text + 1) * max(map(_weight, arguments), default=0)
         if isinstance(value, str) and len(arguments) > 1 and size > MAX_STRING_CHARS:
             size = text + value.count(str(arguments[0])) * len(str(arguments[1]))
-    elif name in _WHOLE:
+    elif name in _WALKING:
         size = _weight(value) * max(number, 1)
     else:
         return
     if size > MAX_STRING_CHARS:
         raise TemplateLimitError(f"{name.strip()!r} would make a value of about {size} characters")
+
+
+def _walkable(value: Any) -> Any:
+    """`value`, if Python can walk through it in a short time. A list of twice the same list of twice ... is small,
+    but long."""
+    if not isinstance(value, str) and _weight(value) > MAX_STRING_CHARS:
+        raise TemplateLimitError("a value is nested too often")
+    return value
+
+
+def _walking(test: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*values: Any) -> Any:
+        return test(*map(_walkable, values))
+
+    return checked
 
 
 def _check_join(items: list[Any], separator: Any) -> None:
@@ -344,21 +382,23 @@ def _check_size(value: Any) -> Any:
 
 
 def _weight(value: Any) -> int:
-    """Characters of all strings inside and one for anything else; counting stops above the limit of a string."""
+    """Characters of all strings inside and one for anything else; more than the limit of a string if too many."""
     if type(value) is str:
         return len(value)
-    total = 0
+    chars = num_items = 0
     stack = [value]
-    while stack and total <= MAX_STRING_CHARS:
+    while stack:
         item = stack.pop()
         if isinstance(item, str):
-            total += len(item)
+            chars += len(item)
             continue
-        total += 1
+        num_items += 1
+        if num_items + len(stack) > MAX_ITEMS:
+            return MAX_STRING_CHARS + 1
         if isinstance(item, list | tuple):
             stack.extend(cast("list[Any]", item))
         elif isinstance(item, dict):
             members = cast("dict[Any, Any]", item)
             stack.extend(members)
             stack.extend(members.values())
-    return total
+    return chars + num_items
