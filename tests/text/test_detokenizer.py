@@ -53,7 +53,7 @@ TEXTS = st.text(st.sampled_from("ab é🦙\n"), max_size=30)
 STOPS = st.lists(st.text(st.sampled_from("ab é🦙\n"), max_size=4), max_size=4).map(tuple)
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(TEXTS, STOPS, st.booleans(), st.data())
 def test_any_division_gives_the_same_text(text: str, stop: tuple[str, ...], include: bool, data: st.DataObject) -> None:
     token_ids = bpe().encode(text, add_special=False)
@@ -63,7 +63,7 @@ def test_any_division_gives_the_same_text(text: str, stop: tuple[str, ...], incl
     assert (joined, stopped) == expected(text, stop, include)
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(st.lists(st.integers(0, 261), max_size=40), STOPS, st.booleans(), st.booleans(), st.data())
 def test_any_tokens_even_bytes_that_are_no_utf8(
     token_ids: list[int], stop: tuple[str, ...], include: bool, skip: bool, data: st.DataObject
@@ -74,7 +74,7 @@ def test_any_tokens_even_bytes_that_are_no_utf8(
     assert (joined, stopped) == expected(bpe().decode(token_ids, skip_special=skip), stop, include)
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(st.lists(st.integers(0, 269), max_size=30), st.booleans(), st.booleans())
 def test_spm_tokens(token_ids: list[int], skip: bool, keep: bool) -> None:
     detokenizer = Detokenizer(spm(), skip_special=skip, keep_leading_space=keep)
