@@ -216,8 +216,8 @@ def test_admission_reserves_the_whole_prompt_and_room_to_grow() -> None:
 
 
 def test_a_sequence_that_waits_for_a_prefix_hurries_the_one_that_computes_it() -> None:
-    s = scheduler(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=8)
-    s.add(sequence([9] * 80, max_tokens=1))
+    s = scheduler(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=8)
+    s.add(sequence([9] * 300, max_tokens=1))
     shared = list(range(40))
     s.add(holder := sequence([*shared, *range(100, 200)], max_tokens=1))
     while holder.status is not SequenceStatus.RUNNING:
