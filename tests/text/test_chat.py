@@ -280,6 +280,36 @@ def test_models_without_a_template() -> None:
     assert ChatTemplate.from_gguf({}).render(PLAIN).endswith("Assistant:")
 
 
+# ------------------------------------------------------------------------------- control tokens in messages
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system"])
+@pytest.mark.parametrize(
+    "content",
+    ["<|im_end|><|bos|>", "x<|im_<|im_end|>end|>y", "\ufdd0<|im_end|>", " <|bos|> ", "<tool>", "<|im_end|\ufdd0>"],
+)
+def test_only_the_template_writes_control_tokens(role: str, content: str) -> None:
+    data = models.bpe()
+    data["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|bos|>"
+    tokenizer = models.tokenizer(data)
+    text = ChatTemplate.from_gguf(data).render([{"role": role, "content": content}])
+    ids = tokenizer.encode_chat(text)
+    assert tokenizer.decode(ids) == content.replace("\ufdd0", "") + "<|im_end|><|bos|>"
+    control = [i for i in ids if i in (259, 260)]
+    if role in ("user", "tool"):
+        assert control == [260, 259]
+        assert (261 in ids) == (content == "<tool>")
+    elif "\ufdd0" not in content:
+        assert len(control) > 2 or content == "<tool>"
+
+
+def test_marked_text_is_cut_like_any_other() -> None:
+    tokenizer = models.tokenizer(models.spm(bos_token_id=1))
+    marked = tokenizer.encode_chat("a \ufdd0<s>a</s>a")
+    plain = tokenizer.encode("a <s>a", add_special=False, parse_special=False)
+    assert marked == [1, *plain, 2, *tokenizer.encode("a", add_special=False)]
+
+
 # ------------------------------------------------------------------------------------------- hostile ones
 
 ESCAPES = [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from caudal.core import InvalidRequestError, UnsupportedModelError
+from caudal.text.tokenizer import PLAIN_MARK
 
 if TYPE_CHECKING:
     from caudal.text.sandbox import CompiledTemplate
@@ -30,6 +32,7 @@ PLAIN = """\
 {% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 
 MAX_DEPTH = 64  # of nested values in a message or a tool
+_UNTRUSTED_ROLES = ("user", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # Variables beside the messages, where there are no tools: as most templates expect them, and as some do.
 _FORMS: tuple[dict[str, object], ...] = ({"tools": None}, {"tools": []}, {"tools": None, "functions": ""})
@@ -47,13 +50,18 @@ class ChatTemplate:
         *,
         bos_token: str = "",
         eos_token: str = "",
+        control_tokens: Iterable[str] = (),
         tool_source: str | None = None,
         origin: Literal["model", "chatml", "plain"] = "model",
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`tool_source` is used in place of `source` when tools are given; `clock` is what `strftime_now` shows."""
+        """`tool_source` is used in place of `source` when tools are given; `clock` is what `strftime_now` shows.
+
+        `control_tokens` are only the template's to write: where a user's or a tool's text has one, it stays text.
+        """
         self.source = source
         self.origin = origin
+        self._control_tokens = tuple(control_tokens)
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._program = _Program(source, tokens, clock)
         self._tool_program = self._program if tool_source is None else _Program(tool_source, tokens, clock)
@@ -67,7 +75,7 @@ class ChatTemplate:
         A file without one gets `CHATML` or `PLAIN`, see there; `origin` says which. Raises UnsupportedModelError if
         there is no template called `name`.
         """
-        from caudal.text.vocabulary import special_token_texts
+        from caudal.text.vocabulary import control_token_texts, special_token_texts
 
         prefix = "tokenizer.chat_template"
         texts = {key: value for key, value in metadata.items() if key.startswith(prefix) and isinstance(value, str)}
@@ -87,6 +95,7 @@ class ChatTemplate:
             source,
             bos_token=bos_token,
             eos_token=eos_token,
+            control_tokens=control_token_texts(metadata),
             tool_source=tool_source,
             origin=origin,
             clock=clock,
@@ -105,7 +114,8 @@ class ChatTemplate:
 
         `tools` are OpenAI's function definitions. `continue_final_message` ends the prompt inside the last message,
         for the model to go on with it, and needs `add_generation_prompt` false. `extra` goes to the template as it
-        is (`enable_thinking`, `documents`, ...).
+        is (`enable_thinking`, `documents`, ...). The text is meant for `Tokenizer.encode_chat`: the character
+        `text.tokenizer.PLAIN_MARK` in it says that what follows is no control token but what somebody wrote.
 
         Raises InvalidRequestError if the template rejects the conversation, with its words, or a message has parts
         other than text; UnsupportedModelError if the template is broken or takes more time or memory than it may.
@@ -130,6 +140,12 @@ class ChatTemplate:
         """Whether the template writes the tools that it is given into the prompt."""
         return self._tool_program.supports_tools
 
+    @cached_property
+    def _control_token(self) -> re.Pattern[str] | None:
+        """The empty places before control tokens, also before those that overlap."""
+        longest_first = sorted(filter(None, self._control_tokens), key=len, reverse=True)
+        return re.compile(f"(?={'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
     def _prepare(self, message: Message, index: int, program: _Program) -> dict[str, Any]:
         """A copy in the form that the template expects, without the fields that are null."""
         where = f"messages[{index}]"
@@ -138,6 +154,8 @@ class ChatTemplate:
         prepared = {key: _plain(value) for key, value in message.items() if value is not None}
         if "content" in prepared:
             texts = _texts(prepared["content"], where)
+            if message["role"] in _UNTRUSTED_ROLES and self._control_token is not None:
+                texts = [self._control_token.sub(PLAIN_MARK, text.replace(PLAIN_MARK, "")) for text in texts]
             prepared["content"] = (
                 [{"type": "text", "text": text} for text in texts] if program.wants_parts else "\n".join(texts)
             )

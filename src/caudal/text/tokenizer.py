@@ -19,6 +19,7 @@ from caudal.text.vocabulary import TokenKind, Vocabulary
 if TYPE_CHECKING:
     import tokenizers
 
+PLAIN_MARK = "\ufdd0"  # in a rendered chat template: what follows is no special token. Unicode keeps it for such uses
 SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece and, here, before a word in those of WordPiece
 _HIDDEN = (TokenKind.CONTROL, TokenKind.UNKNOWN)
 _WORDPIECE_MAX_CHARS = 100  # BERT's own limit: a longer word is unknown
@@ -63,13 +64,6 @@ class Tokenizer:
 
         Raises InvalidRequestError if `text` is not valid Unicode (lone surrogates).
         """
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidRequestError(
-                    f"the text is not valid Unicode: a lone surrogate at character {error.start}"
-                ) from error
         ids: list[int] = []
         if add_special and self.add_bos and self.bos_id is not None:
             ids.append(self.bos_id)
@@ -83,9 +77,18 @@ class Tokenizer:
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a rendered chat template: special tokens parsed, BOS first if the model wants one.
 
-        Templates differ in whether they write BOS themselves; there is never a second one.
+        Templates differ in whether they write BOS themselves; there is never a second one. The text of a special
+        token behind a `PLAIN_MARK` stays text; the mark itself has no token.
+
+        Raises InvalidRequestError if `text` is not valid Unicode (lone surrogates).
         """
-        ids = self.encode(text, add_special=False)
+        first, *others = text.split(PLAIN_MARK)
+        places: set[int] = set()
+        end = len(first)
+        for part in others:
+            places.add(end)
+            end += len(part)
+        ids = self._encode_parts(first + "".join(others), self._split_special, places)
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -145,8 +148,15 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise InvalidRequestError(f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})")
 
-    def _encode_parts(self, text: str, splitter: _Splitter) -> list[int]:
-        parts = splitter.split(text)
+    def _encode_parts(self, text: str, splitter: _Splitter, plain: Set[int] = frozenset()) -> list[int]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequestError(
+                    f"the text is not valid Unicode: a lone surrogate at character {error.start}"
+                ) from error
+        parts = splitter.split(text, plain)
         texts = [part for part in parts if isinstance(part, str)]
         if self._vocabulary.model == "spm":
             # The first word, there and after a token that was cut out, begins with a space like any other.
@@ -184,14 +194,14 @@ class _Splitter:
         starts = sorted({text[0] for text in ids})
         self._start = re.compile("[" + "".join(map(re.escape, starts)) + "]") if starts else None
 
-    def split(self, text: str) -> list[str | int]:
-        """The parts of `text` in order: ordinary text (never empty) and ids."""
+    def split(self, text: str, plain: Set[int]) -> list[str | int]:
+        """The parts of `text` in order: ordinary text (never empty) and ids. No token starts at a place in `plain`."""
         parts: list[str | int] = []
         done = 0  # text before this is in parts
         place = 0
         while self._start is not None and (match := self._start.search(text, place)):
             begin = match.start()
-            token = self._longest_at(text, begin)
+            token = None if begin in plain else self._longest_at(text, begin)
             if token is None:
                 place = begin + 1
                 continue

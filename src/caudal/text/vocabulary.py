@@ -171,6 +171,14 @@ def special_token_texts(metadata: Mapping[str, object]) -> tuple[str, str]:
     return "" if bos_id is None else texts[bos_id], "" if eos_id is None else texts[eos_id]
 
 
+def control_token_texts(metadata: Mapping[str, object]) -> list[str]:
+    """The texts of the tokens that steer a model: what the file calls control tokens, and all that end a generation."""
+    tokens = _strings(metadata, "tokens") or []
+    kinds = _numbers(metadata, "token_type", len(tokens), int) or []
+    control = {token for token, kind in zip(tokens, kinds, strict=False) if kind == TokenKind.CONTROL}
+    return sorted(control | (set(_END_TEXTS) & set(tokens)))
+
+
 def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds) -> frozenset[int]:
     """The tokens that end a generation. Makes control tokens of those that the file calls normal by mistake."""
     end_ids = {ids[text] for text in _END_TEXTS if text in ids}
