@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -197,6 +198,15 @@ def test_a_closed_model_says_so(path: Path) -> None:
     llm.close()
     with pytest.raises(EngineDeadError, match="shutting down"):
         llm.generate("a", GREEDY)
+
+
+def test_a_model_that_nobody_refers_to_is_freed(path: Path) -> None:
+    llm = LLM(path, num_threads=1, pin_threads=False)
+    thread = llm._model.engine._thread
+    llm.generate("a", GREEDY)
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
 
 
 def test_settings_and_files_that_do_not_exist(path: Path, tmp_path: Path) -> None:

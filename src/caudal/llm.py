@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class LLM:
 
         self.config = EngineConfig(**settings)
         self._model: LoadedModel = load(Store.default().fetch(str(model)), self.config, executor=executor)
+        self._finalizer = weakref.finalize(self, self._model.engine.close)  # for those who forget to close
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -158,20 +160,19 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """What each step adds, as it comes; leaving the loop aborts. For a conversation pass its `chat_prompt`.
 
-        Raises as `generate` does, when called.
+        Raises InvalidRequestError or RequestTooLongError when called, EngineDeadError later.
         """
         request = self._request(prompt, params or SamplingParams())
-        outputs = SimpleQueue[RequestOutput]()
-        self._model.engine.submit(request, outputs.put)
-        return self._drain(request, outputs)
+        self._model.engine.validate(request)
+        return self._stream(request)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """As `stream`, for an event loop; call it there. Cancelling or closing the stream aborts."""
         return self._model.engine.generate(self._request(prompt, params or SamplingParams()))
 
     def close(self) -> None:
-        """Abort what runs and free the model. Idempotent."""
-        self._model.engine.close()
+        """Abort what runs and free the model. Idempotent; also happens when nobody refers to the object any more."""
+        self._finalizer()
 
     def __enter__(self) -> LLM:
         return self
@@ -185,8 +186,10 @@ class LLM:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return Request(uuid.uuid4().hex, tuple(token_ids), params)
 
-    def _drain(self, request: Request, outputs: SimpleQueue[RequestOutput]) -> Generator[RequestOutput]:
+    def _stream(self, request: Request) -> Generator[RequestOutput]:
+        outputs = SimpleQueue[RequestOutput]()
         unfinished = request.params.n
+        self._model.engine.submit(request, outputs.put)
         try:
             while unfinished:
                 output = outputs.get()

@@ -128,6 +128,20 @@ def test_an_abort_from_outside_ends_the_stream(served) -> None:
     assert asyncio.run(main()).reason("a") is FinishReason.ABORT
 
 
+def test_dropping_a_stream_aborts(served) -> None:
+    engine, executor = served
+    executor.delay = 0.01
+
+    async def main() -> None:
+        stream = engine.generate(request("a", [1], max_tokens=900, ignore_eos=True))
+        await anext(stream)
+        del stream
+        await until_empty(engine)
+
+    asyncio.run(main())
+    assert engine.stats().generation_tokens < 100
+
+
 def test_closing_an_old_stream_spares_a_new_request_with_its_id(served) -> None:
     engine, _ = served
 

@@ -191,8 +191,8 @@ class AsyncEngine:
         self._inbox.put(_Abort(request_id))
 
     def drain(self, timeout: float) -> bool:
-        """Take no more requests and wait until the others are over; False if they are not after `timeout` seconds.
-        Blocks: in an event loop use `asyncio.to_thread`."""
+        """Take no more requests and wait until the others are over, which frees the model; False if they are not over
+        after `timeout` seconds. Blocks: in an event loop use `asyncio.to_thread`."""
         self._stop_thread(drain=True)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -200,8 +200,8 @@ class AsyncEngine:
     def close(self) -> None:
         """Abort all requests, end the thread and free the model. Blocks for at most a step. Idempotent."""
         self._stop_thread(drain=False)
-        self._thread.join()
-        self._engine.close()
+        if threading.current_thread() is not self._thread:  # the garbage collector calls from anywhere
+            self._thread.join()
         atexit.unregister(self.close)
 
     def _submit(self, request: Request, sink: _Mailbox | Callable[[RequestOutput], None]) -> _Consumer:
@@ -228,6 +228,8 @@ class AsyncEngine:
         except Exception as error:  # noqa: BLE001  (nobody above could tell those who wait)
             _log.exception("the engine thread has died")
             self._die(error)
+        finally:
+            self._engine.close()
 
     def _obey(self) -> bool:
         """Carry out the orders in the inbox; waits for one if there is nothing else to do. False: end the thread."""
