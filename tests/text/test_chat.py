@@ -244,7 +244,16 @@ def test_failures_are_blamed_on_the_conversation_only_if_a_plain_one_works() -> 
         template("{{ nothing.at.all }}").render(HI)
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a", "{% for x in y %}", "{% include %}", "{{ x | no_filter }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("{% if %}", "{{ 'a", "{% for x in y %}", "{% include %}", "{{ x | no_filter }}"),
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,  # more than Python can nest
+        "{{ " + "9" * 9999 + " }}",
+        "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
+    ],
+    ids=range(8),
+)
 def test_templates_that_are_not_valid(source: str) -> None:
     with pytest.raises(UnsupportedModelError, match="not valid"):
         template(source).render(HI)
@@ -420,6 +429,12 @@ def test_time_and_memory_are_bounded(source: str) -> None:
     with pytest.raises(UnsupportedModelError):
         template(source).render(HI)
     assert time.process_time() - start < 20  # MAX_SECONDS and a little; most take milliseconds
+
+
+def test_a_conversation_that_is_too_much_is_not_blamed_on_the_model() -> None:
+    messages = [{"role": "user", "content": "x" * 1_000_000}] * 20
+    with pytest.raises(InvalidRequestError, match="too much"):
+        template(STRINGS).render(messages)
 
 
 def test_endless_recursion() -> None:

@@ -185,10 +185,14 @@ class _Program:
         add_generation_prompt: bool,
         extra: Mapping[str, object],
     ) -> str:
-        from caudal.text.sandbox import TemplateFailedError
+        from caudal.text.sandbox import TemplateFailedError, TemplateLimitError
 
         try:
             return self._run(messages, tools, self._form, add_generation_prompt, extra)
+        except TemplateLimitError as error:
+            raise InvalidRequestError(
+                f"the conversation is too much for the model's chat template: {error}", "messages"
+            ) from error
         except TemplateFailedError as error:
             raise InvalidRequestError(
                 f"the model's chat template cannot show this conversation: {error}", "messages"
@@ -234,7 +238,7 @@ class _Program:
     @cached_property
     def _form(self) -> dict[str, object]:
         """Variables for a conversation without tools, in the first form with which the template works at all."""
-        from caudal.text.sandbox import TemplateFailedError
+        from caudal.text.sandbox import TemplateFailedError, TemplateLimitError
 
         failure = ""
         for form in _FORMS:
@@ -243,6 +247,8 @@ class _Program:
                     self._run([{"role": "user", "content": content}], None, form, True, {})
                 except InvalidRequestError:  # in its own words, so it works
                     return form
+                except TemplateLimitError as error:
+                    raise UnsupportedModelError(f"the model's chat template is refused: {error}") from error
                 except TemplateFailedError as error:
                     failure = failure or str(error)
                 else:

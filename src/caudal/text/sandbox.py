@@ -87,18 +87,20 @@ class CompiledTemplate:
             )
         try:
             self._template = Environment(clock).from_string(source)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        except Exception as error:  # Python's own limits may stop the compiler in many ways
             raise UnsupportedModelError(f"the model's chat template is not valid: {error}") from error
 
     def render(self, variables: Mapping[str, object]) -> str:
         """Raises InvalidRequestError with the template's words if it rejects its input, UnsupportedModelError if it
-        goes too far, and TemplateFailedError if it fails in any other way."""
+        breaks out, TemplateLimitError if it goes too far, and TemplateFailedError if it fails in any other way."""
         try:
             return self._render(variables)
         except RaisedByTemplateError as error:
             raise InvalidRequestError(f"the model's chat template rejects this: {error}", "messages") from error
-        except (TemplateLimitError, SecurityError) as error:
+        except SecurityError as error:
             raise UnsupportedModelError(f"the model's chat template is refused: {error}") from error
+        except TemplateLimitError:
+            raise
         except Exception as error:  # a program that is not ours may raise anything
             raise TemplateFailedError(f"{type(error).__name__}: {error}") from error
 

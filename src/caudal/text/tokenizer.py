@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -31,8 +32,8 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Raises InvalidModelFileError if the vocabulary contradicts itself."""
         build, piece_bytes = _MODELS[vocabulary.model]
-        self._vocabulary = vocabulary
         self._library, self._spelled = build(vocabulary)
+        self._vocabulary = replace(vocabulary, merges=(), scores=())  # which the library has now
         self._piece_bytes = piece_bytes
         self._pieces: dict[int, bytes] = {}
         whole = {kind: _texts_of(vocabulary, kind) for kind in (*_HIDDEN, TokenKind.USER_DEFINED)}
