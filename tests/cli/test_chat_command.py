@@ -111,7 +111,10 @@ class Terminal:
         while words not in self.text:
             assert time.monotonic() < end, f"{words!r} did not come; the terminal has:\n{self.text}"
             if select.select([self.fd], [], [], 0.1)[0]:
-                self.text += os.read(self.fd, 65536).decode(errors="replace")
+                try:
+                    self.text += os.read(self.fd, 65536).decode(errors="replace")
+                except OSError:
+                    pytest.fail(f"the program ended before {words!r} came:\n{self.text}")
         seen, self.text = self.text.split(words, 1)
         return seen
 
