@@ -37,6 +37,10 @@ class UnsupportedModelError(CaudalError):
     """A valid file that needs something Caudal does not have: an architecture, tensor type, tokenizer or option."""
 
 
+class InvalidSettingError(CaudalError):
+    """A setting out of its range."""
+
+
 class InsufficientMemoryError(CaudalError):
     """The model or its KV cache does not fit; the message has the numbers."""
 

@@ -79,8 +79,8 @@ class LLM:
     def __init__(self, model: str | Path, *, executor: ExecutorKind = "native", **settings: Any) -> None:
         """`model`: a path, a name in the store, or a name that can be fetched. `settings`: fields of `EngineConfig`.
 
-        Raises TypeError for a setting that does not exist, and ModelNotFoundError, InvalidModelFileError,
-        UnsupportedModelError or InsufficientMemoryError.
+        Raises TypeError for a setting that does not exist, and InvalidSettingError, ModelNotFoundError,
+        InvalidModelFileError, UnsupportedModelError or InsufficientMemoryError.
         """
         from caudal.loader import load
         from caudal.store import Store

@@ -41,15 +41,16 @@ def load(
 ) -> LoadedModel:
     """Open a model file, plan and fill the executor, and start an engine.
 
-    `progress` is called with the bytes of weights done and in all. Raises ModelNotFoundError, InvalidModelFileError,
-    UnsupportedModelError and InsufficientMemoryError.
+    `progress` is called with the bytes of weights done and in all. Raises InvalidSettingError,
+    ModelNotFoundError, InvalidModelFileError, UnsupportedModelError and InsufficientMemoryError.
     """
-    from caudal.engine.engine import Engine
+    from caudal.engine.engine import Engine, validate_config
     from caudal.engine.worker import AsyncEngine
     from caudal.formats import open_checkpoint
     from caudal.text.chat import ChatTemplate
     from caudal.text.tokenizer import Tokenizer
 
+    validate_config(config)
     checkpoint = open_checkpoint(path)
     metadata = checkpoint.metadata
     # First what is quick, so that a file that cannot work is refused at once.

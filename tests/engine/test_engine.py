@@ -26,6 +26,7 @@ from caudal.config import EngineConfig
 from caudal.core import (
     FinishReason,
     InvalidRequestError,
+    InvalidSettingError,
     QueueFullError,
     Request,
     RequestTooLongError,
@@ -381,6 +382,32 @@ def test_an_id_in_use_an_unknown_adapter_and_bad_parameters_are_refused() -> Non
         engine.add(request("b", [1], top_p=0.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_threads", -1),
+        ("max_model_len", -5),
+        ("max_model_len", 1),
+        ("kv_cache_memory", -1),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("max_waiting", -1),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(InvalidSettingError, match=f"{name} must be at least"):
+        make_engine(**{name: value})
+
+
+def test_a_small_step_limits_the_sequences_in_it() -> None:
+    engine, executor = make_engine(max_num_seqs=8, max_num_batched_tokens=3)
+    requests = [request(f"r{i}", prompt(5, i), max_tokens=5) for i in range(6)]
+    for r in requests:
+        engine.add(r)
+    check(run_all(engine), *requests)
+    assert max(map(sum, executor.batches)) == 3
+
+
 def test_a_full_queue_refuses_and_takes_again() -> None:
     engine, _ = make_engine(max_num_seqs=2, max_waiting=2)
     for i in range(2):
@@ -631,9 +658,8 @@ def test_a_step_of_64_sequences_costs_less_than_a_millisecond() -> None:
         engine.step()
     times: list[float] = []
     for _ in range(100):
-        start = time.perf_counter()
+        start = time.thread_time()
         engine.step()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert engine.stats.num_running == 64
-    assert np.median(times) < 1.5e-3, "with room for a busy machine"
-    print(f"{np.median(times) * 1e6:.0f} us a step")
+    assert np.median(times) < 1e-3

@@ -262,9 +262,9 @@ def test_a_long_queue_costs_nothing() -> None:
         s.add(sequence([*common, i], max_tokens=1000))
     times: list[float] = []
     for _ in range(60):
-        start = time.perf_counter()
+        start = time.thread_time()
         plan = s.schedule()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
         finish_step(s, plan)
     assert s.num_running > 50
     assert sorted(times)[30] < 2e-3

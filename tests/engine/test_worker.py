@@ -48,7 +48,7 @@ async def read(engine: AsyncEngine, r: Request) -> Collected:
 
 
 async def until_empty(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (stats := engine.stats()).num_running or stats.num_waiting:
             await asyncio.sleep(0.002)
     assert engine.stats().kv_cache_usage == 0.0
@@ -227,7 +227,7 @@ def test_callbacks_serve_callers_without_an_event_loop(served) -> None:
     engine.submit(r, queue.put)
     collected = Collected()
     while ("a", 0) not in collected.last:
-        collected.add([queue.get(timeout=5)])
+        collected.add([queue.get(timeout=30)])
     assert collected.tokens["a", 0] == expected(r, max_model_len=1024)
 
 
@@ -291,7 +291,7 @@ def test_draining_finishes_the_old_and_refuses_the_new() -> None:
     async def main() -> Collected:
         reading = asyncio.create_task(read(engine, r))
         await asyncio.sleep(0.01)
-        draining = asyncio.create_task(asyncio.to_thread(engine.drain, 5))
+        draining = asyncio.create_task(asyncio.to_thread(engine.drain, 30))
         await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match="shutting down"):
             engine.generate(request("b", [1]))
@@ -343,7 +343,7 @@ def test_everybody_hears_of_the_death_of_the_thread(
     asyncio.run(main())
     outputs = []
     while not outputs or outputs[-1].finish_reason is None:
-        outputs.append(queue.get(timeout=5))
+        outputs.append(queue.get(timeout=30))
     assert isinstance(outputs[-1].error, EngineDeadError)
     assert "has died" in caplog.text
     engine.close()

@@ -16,6 +16,7 @@ from caudal.core import (
     CaudalError,
     FinishReason,
     InvalidRequestError,
+    InvalidSettingError,
     QueueFullError,
     Request,
     RequestOutput,
@@ -85,6 +86,23 @@ class _Step:
     scores: dict[_Generation, list[tuple[int, int]]]  # prompt tokens that get logprobs: (position, the row before it)
 
 
+def validate_config(config: EngineConfig) -> None:
+    """Raises InvalidSettingError, which names the setting and its range."""
+    for name, least in (
+        ("num_threads", 0),
+        ("max_model_len", 0),
+        ("kv_cache_memory", 0),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_waiting", 0),
+    ):
+        value: int = getattr(config, name)
+        if value < least:
+            raise InvalidSettingError(f"{name} must be at least {least}, not {value}")
+    if config.max_model_len == 1:
+        raise InvalidSettingError("max_model_len must be at least 2: one token of prompt and one of output")
+
+
 class Engine:
     """Serves requests with one model.
 
@@ -94,7 +112,8 @@ class Engine:
     """
 
     def __init__(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, sampler: Sampler) -> None:
-        """The executor is closed with the engine."""
+        """The executor is closed with the engine. Raises InvalidSettingError."""
+        validate_config(config)
         layout = executor.kv_layout
         self._executor = executor
         self._tokenizer = tokenizer

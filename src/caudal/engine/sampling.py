@@ -41,6 +41,7 @@ NOT_FINITE = "the model's logits are not finite numbers"
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits overflow or nothing more changes
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 128
@@ -64,11 +65,19 @@ def _check_number(
     kinds = (int,) if integer else (int, float)
     kind = "an integer" if integer else "a number"
     if not isinstance(value, kinds) or isinstance(value, bool):
-        raise InvalidRequestError(f"{name} must be {kind}, got {value!r}", name)
-    if not (math.isfinite(value) and (low < value if above else low <= value) and value <= high):
+        raise InvalidRequestError(f"{name} must be {kind}, got {_shown(value)}", name)
+    # Not math.isfinite, which fails for integers that no float can hold.
+    if not ((low < value if above else low <= value) and value <= high and value != math.inf):
         at_least = f"more than {low:g}" if above else f"at least {low:g}"
         at_most = f" and at most {high:g}" if high != math.inf else ""
-        raise InvalidRequestError(f"{name} must be {at_least}{at_most}, got {value}", name)
+        raise InvalidRequestError(f"{name} must be {at_least}{at_most}, got {_shown(value)}", name)
+
+
+def _shown(value: object) -> str:
+    """A value of any size in a message. Python refuses to write integers of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _check_token_ids(name: str, token_ids: Collection[object], vocab_size: int, limit: int) -> None:
@@ -77,7 +86,7 @@ def _check_token_ids(name: str, token_ids: Collection[object], vocab_size: int, 
     for token_id in token_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"{name} contains {token_id!r}, which is no token id: they go from 0 to {vocab_size - 1}", name
+                f"{name} contains {_shown(token_id)}, which is no token id: they go from 0 to {vocab_size - 1}", name
             )
 
 
@@ -98,7 +107,7 @@ def validate(params: SamplingParams, vocab_size: int, max_model_len: int) -> Non
     _check_number("min_p", params.min_p, 0, 1)
     _check_number("typical_p", params.typical_p, 0, 1, above=True)
     _check_number("top_n_sigma", params.top_n_sigma, 0)
-    _check_number("repetition_penalty", params.repetition_penalty, 0, above=True)
+    _check_number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     _check_number("presence_penalty", params.presence_penalty, -2, 2)
     _check_number("frequency_penalty", params.frequency_penalty, -2, 2)
     if params.seed is not None:
