@@ -152,6 +152,22 @@ def test_end_tokens_by_their_text() -> None:
     assert tokenizer.is_special(261)
 
 
+def test_bos_and_eos_are_special_even_without_token_types() -> None:
+    data = models.spm()
+    del data["tokenizer.ggml.token_type"]
+    tokenizer = models.tokenizer(data)
+    assert tokenizer.decode([1, 268, 2], skip_special=True) == "é"
+    assert tokenizer.encode("</s>", add_special=False) == [2]
+
+
+def test_html_is_no_end_token() -> None:
+    tokens = [(char, models.NORMAL) for char in models.byte_alphabet()]
+    tokens += [("</s>", models.NORMAL), ("<|im_end|>", models.CONTROL)]
+    tokenizer = models.tokenizer(models.metadata("gpt2", tokens, pre="qwen2", merges=[], eos_token_id=257))
+    assert tokenizer.eos_ids == {257}
+    assert tokenizer.encode("</s>", add_special=False) == list(b"</s>")
+
+
 def test_harmony_messages_do_not_end_the_generation() -> None:
     tokens = [(char, models.NORMAL) for char in models.byte_alphabet()]
     texts = ["<|return|>", "<|call|>", "<|end|>", "<|channel|>"]
@@ -226,8 +242,9 @@ def test_spm_characters_that_are_no_tokens_still_join() -> None:
 
 
 def test_spm_without_byte_tokens_has_the_unknown_token() -> None:
-    data = models.metadata("llama", [("<unk>", models.UNKNOWN), ("▁", 1), ("a", 1)], scores=[0.0, -1.0, -2.0])
-    assert models.tokenizer(data).encode("a日本", add_special=False) == [1, 2, 0]
+    control = [("<unk>", models.UNKNOWN), ("<s>", models.CONTROL), ("</s>", models.CONTROL)]
+    data = models.metadata("llama", [*control, ("▁", 1), ("a", 1)], scores=[0.0, 0.0, 0.0, -1.0, -2.0])
+    assert models.tokenizer(data).encode("a日本", add_special=False) == [3, 4, 0]
 
 
 def test_leading_space_of_spm() -> None:
@@ -267,6 +284,14 @@ def test_ids_outside_the_vocabulary_are_refused(token_id: int) -> None:
     for use in (tokenizer.token_bytes, tokenizer.token_text, tokenizer.is_special, lambda i: tokenizer.decode([i])):
         with pytest.raises(InvalidRequestError, match="0 to 261"):
             use(token_id)
+
+
+def test_most_characters_of_a_token() -> None:
+    tokenizer = models.tokenizer(models.bpe())
+    longest = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
+    assert tokenizer.max_token_characters == longest
+    # every unknown word is one token
+    assert models.tokenizer(models.wpm()).max_token_characters is None
 
 
 def test_bytes_that_are_no_utf8() -> None:

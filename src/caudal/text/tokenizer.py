@@ -44,6 +44,7 @@ class Tokenizer:
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
         self.eos_ids = vocabulary.end_ids  # every token that ends a generation, eos_id among them
+        self.max_token_characters = _max_token_characters(vocabulary)
         self.add_bos = vocabulary.add_bos and vocabulary.bos_id is not None
         self.add_eos = vocabulary.add_eos and vocabulary.eos_id is not None
 
@@ -174,6 +175,14 @@ class Tokenizer:
         if self._spelled:
             return [token_id for i in ids for token_id in self._spelled.get(i, (i,))]
         return ids
+
+
+def _max_token_characters(vocabulary: Vocabulary) -> int | None:
+    """Most characters of a text that one token stands for, not counting white space that some special tokens swallow;
+    None: any number, as unknown words and neighbouring unknown characters become one token."""
+    if vocabulary.model == "bpe" or TokenKind.BYTE in vocabulary.kinds:
+        return max(map(len, vocabulary.tokens), default=1)
+    return None
 
 
 _Spelled = Mapping[int, Sequence[int]]  # ids of the library's that stand for several of the vocabulary's

@@ -146,9 +146,8 @@ class _SpecialIds:
         self._metadata = metadata
         self._defaults = _DEFAULT_IDS[model]
         self._num_tokens = len(tokens)
-        if (
-            model == "bpe" and len(tokens) > 11 and tokens[11] == "<|endoftext|>"
-        ):  # Falcon's files are older than the keys
+        # Falcon's files are older than these keys.
+        if model == "bpe" and len(tokens) > 11 and tokens[11] == "<|endoftext|>":
             self._defaults = {"bos": 11, "eos": 11}
 
     def __getitem__(self, name: str) -> int | None:
@@ -184,8 +183,10 @@ def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds
     end_ids = {ids[text] for text in _END_TEXTS if text in ids}
     if "</s>" in ids and kinds[ids["</s>"]] == TokenKind.NORMAL:  # a piece of HTML, as in Qwen
         end_ids.discard(ids["</s>"])
-    for token_id in end_ids:
-        kinds[token_id] = TokenKind.CONTROL
+    end_ids.update(token_id for name in ("eos", "eot", "eom") if (token_id := special[name]) is not None)
+    for token_id in (*end_ids, special["bos"]):
+        if token_id is not None:
+            kinds[token_id] = TokenKind.CONTROL
     for name, texts in _FIM_TEXTS.items():
         token_id = special[name]
         if token_id is None:
@@ -194,7 +195,6 @@ def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds
                 kinds[token_id] = TokenKind.CONTROL
         if token_id is not None and name in _FIM_ENDS:
             end_ids.add(token_id)
-    end_ids.update(token_id for name in ("eos", "eot", "eom") if (token_id := special[name]) is not None)
     for text in _HARMONY_TEXTS:
         if text in ids:
             kinds[ids[text]] = TokenKind.USER_DEFINED
@@ -208,7 +208,7 @@ def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds
     ):
         end_ids.discard(ids["<|end|>"])
         kinds[ids["<|end|>"]] = TokenKind.USER_DEFINED
-    # Gemma 4 has it as a piece of HTML too, taken whole.
+    # Gemma 4 has "</s>" as a piece of HTML too, but one that is taken whole.
     if ends("</s>", "<|tool_response>"):
         end_ids.discard(ids["</s>"])
         kinds[ids["</s>"]] = TokenKind.USER_DEFINED
