@@ -29,9 +29,9 @@ def shared_dir(*parts: str) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct Q4_1; `make test` fetches it into the store."""
-    from platformdirs import user_data_path
+    from caudal.store import Store
 
-    for folder in (ROOT / "models", user_data_path("caudal") / "models"):
+    for folder in (ROOT / "models", Store.default().root):
         for path in sorted(folder.rglob(MODEL_FILE)) if folder.is_dir() else []:
             return path
     pytest.skip("needs the default model: run `make model`")

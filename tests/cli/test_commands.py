@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import click
@@ -207,3 +208,69 @@ def test_a_text_too_short_for_perplexity(smollm2, tmp_path):
     (tmp_path / "short.txt").write_text("Too short.")
     done = caudal("perplexity", smollm2, tmp_path / "short.txt")
     assert (done.returncode, "512 are needed" in done.stderr) == (1, True)
+
+
+def test_run(tiny):
+    """One answer: from an argument or a pipe, as text or JSON, and the same each time."""
+    flags = words("--raw --threads 1 --temperature 0 --max-tokens 8 --ignore-eos")
+    result = json.loads(caudal("run", tiny, "Hello there", *flags, "--json").stdout)
+    assert result["model"] == "llama"
+    assert (result["completion_tokens"], len(result["token_ids"])) == (8, 8)
+    assert result["finish_reason"] == "length"
+    assert 0 < result["first_token_seconds"] <= result["total_seconds"]
+    again = caudal("run", tiny, *flags, stdin="Hello there\n")
+    assert again.stdout == result["text"] + "\n"
+    around = json.loads(caudal("run", tiny, "Hello", "-", *flags, "--json", stdin="there\n").stdout)
+    assert around["token_ids"] == result["token_ids"]
+
+
+def test_run_samples_by_seed(tiny):
+    flags = words("--raw --threads 1 --temperature 1 --max-tokens 16 --ignore-eos --json --seed")
+    first, again, other = (json.loads(caudal("run", tiny, "Hi", *flags, seed).stdout) for seed in (7, 7, 8))
+    assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["--temperature", "9"], 1, "temperature must be"),
+        (["--ctx", "999999"], 5, "999999"),
+        (["--top-k", "x"], 2, "not a valid integer"),
+    ],
+)
+def test_run_says_what_is_wrong(tiny, arguments, code, complaint):
+    done = caudal("run", tiny, "Hi", *arguments)
+    assert (done.returncode, done.stdout, complaint in done.stderr) == (code, "", True)
+
+
+def test_run_needs_a_prompt(tiny):
+    assert caudal("run", tiny).returncode == 2
+
+
+def test_list_shows_what_can_be_fetched(tmp_path, monkeypatch):
+    monkeypatch.setenv("CAUDAL_HOME", str(tmp_path))
+    assert [(m["name"], m["fetched"]) for m in json.loads(caudal("ls", "--json").stdout)] == [("smollm2:135m", False)]
+    assert "not fetched" in caudal("list").stdout
+
+
+def test_serve_until_told_to_stop(tiny):
+    """Healthy once it says so; a second server on the port is refused; SIGTERM ends it with 0."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "caudal", "serve", str(tiny), *words("--port 0 --threads 1 --served-model-name tiny")],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stderr is not None
+    try:
+        url = next(line.split()[-1] for line in server.stderr if "Listening" in line)
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            assert answer.status == 200
+        with urllib.request.urlopen(f"{url}/v1/models") as answer:
+            assert json.load(answer)["data"][0]["id"] == "tiny"
+        second = caudal("serve", tiny, "--port", url.rsplit(":", 1)[1])
+        assert (second.returncode, "in use" in second.stderr) == (7, True)
+    finally:
+        server.terminate()
+        rest = server.stderr.read()
+        server.stderr.close()
+    assert (server.wait(timeout=30), rest) == (0, "")
