@@ -45,6 +45,7 @@ class FakeTokenizer:
     """Bytes as tokens."""
 
     vocab_size = VOCAB_SIZE
+    max_token_characters = max(map(len, NAMES.values()))
     strips_leading_space = False
     eos_ids = (EOS,)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake import FakeEngine, LiveServer, running
+from fake import FakeEngine, FakeTemplate, LiveServer, fake_model, running
 
+from caudal.api.openai_requests import MAX_CHARACTERS, ChatBody, render_chat
 from caudal.api.protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from caudal.config import ServerConfig
 
@@ -101,6 +105,9 @@ def test_surrogate_pairs_are_text(server: LiveServer) -> None:
         ({"prompt": "x", "top_k": -2}, "top_k"),
         ({"prompt": "x", "min_p": 1.5}, "min_p"),
         ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "x", "repetition_penalty": 1e-308}, "repetition_penalty"),
+        ({"prompt": "x", "logprobs": 10**400}, "logprobs"),
+        ({"prompt": "x", "prompt_logprobs": 10**400}, "prompt_logprobs"),
         ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "x", "seed": 2**63}, "seed"),
@@ -199,6 +206,51 @@ def test_prompt_too_long(server: LiveServer) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x" * 5000}])
         assert caught.value.code == "context_length_exceeded"
+
+
+def test_text_that_cannot_fit_is_not_tokenized(server: LiveServer) -> None:
+    text = "x" * (9 * 4096 + 1)  # no token of the fake's has more than 9 characters
+    for path, body in (
+        ("/v1/completions", {"prompt": ["x", text]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        error = error_of(server.http.post(path, json=body))
+        assert error["code"] == "context_length_exceeded"
+        assert "characters" in error["message"]
+    assert server.http.post("/tokenize", json={"prompt": text}).json()["count"] == len(text) + 1
+
+
+def test_text_is_bounded_whatever_the_context() -> None:
+    text = "x" * (MAX_CHARACTERS + 1)
+    with running() as server:
+        for body, param in (
+            ({"prompt": text}, "prompt"),
+            ({"messages": [{"role": "user", "content": text}]}, "messages"),
+        ):
+            error = error_of(server.http.post("/tokenize", json=body))
+            assert str(MAX_CHARACTERS) in error["message"]
+            assert error["param"] == param
+
+
+def test_long_conversations_are_not_rendered_in_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    class Recorder(FakeTemplate):
+        def render(self, messages: Any, **kwargs: Any) -> str:
+            threads.append(threading.current_thread())
+            return ""
+
+    model = replace(fake_model(FakeEngine()), chat_template=Recorder())
+    hello = {"role": "user", "content": ""}
+    for body in (
+        {"messages": [hello]},
+        {"messages": [hello] * 1000},
+        {"messages": [{"role": "user", "content": "x" * 10_000}]},
+        {"messages": [hello], "tools": [{"type": "function"}]},
+        {"messages": [hello], "chat_template_kwargs": {"x": 1}},
+    ):
+        asyncio.run(render_chat(model, ChatBody.model_validate(body)))
+    assert [thread is threading.current_thread() for thread in threads] == [True, False, False, False, False]
 
 
 # ------------------------------------------------------------------------------------------------- limits

@@ -297,8 +297,8 @@ def test_every_combination_gives_a_token(seed: int, scale: float, penalty: float
 
 NAN, INF = float("nan"), float("inf")
 WRONG = [
-    *[("n", v) for v in (0, -1, sampling.MAX_N + 1, 1_000_000, 1.0, True)],
-    *[("max_tokens", v) for v in (0, -5, 1.5, NAN)],
+    *[("n", v) for v in (0, -1, sampling.MAX_N + 1, 1_000_000, 10**400, 1.0, True)],
+    *[("max_tokens", v) for v in (0, -5, -(10**400), 1.5, NAN)],
     *[("min_tokens", v) for v in (-1, 1000, NAN)],
     *[("temperature", v) for v in (-0.1, 2.1, NAN, INF, "1")],
     *[("top_k", v) for v in (-2, 1.0, NAN)],
@@ -306,7 +306,7 @@ WRONG = [
     *[("min_p", v) for v in (-0.1, 1.1, NAN)],
     *[("typical_p", v) for v in (0.0, 1.1, NAN)],
     *[("top_n_sigma", v) for v in (-1.0, NAN, INF)],
-    *[("repetition_penalty", v) for v in (0.0, -1.0, NAN, INF)],
+    *[("repetition_penalty", v) for v in (0.0, 1e-308, 0.009, -1.0, 101.0, 10**400, NAN, INF)],
     *[("presence_penalty", v) for v in (-2.1, 2.1, NAN)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN)],
     *[("seed", v) for v in (2**63, -(2**63) - 1, 1.5)],
@@ -316,12 +316,12 @@ WRONG = [
     ("logit_bias", tuple((0, 1.0) for _ in range(1025))),
     *[("allowed_token_ids", v) for v in ((), (V,), (-1,), (1,) * (V + 1))],
     *[("bad_token_ids", v) for v in ((V,), (-1,), (1,) * 1025)],
-    *[("logprobs", v) for v in (-1, 21, 1.0)],
-    *[("prompt_logprobs", v) for v in (-1, 21)],
+    *[("logprobs", v) for v in (-1, 21, 10**5000, 1.0)],
+    *[("prompt_logprobs", v) for v in (-1, 21, 10**400)],
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda v: str(v)[:20])
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda v: f"{v!r:.20}" if v != 10**5000 else "huge")
 def test_values_out_of_range_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
         validate(replace(SamplingParams(), **{name: value}), V, 100)
@@ -349,7 +349,7 @@ def test_the_edges_of_the_ranges_are_allowed() -> None:
             top_p=1,
             min_p=1,
             typical_p=1e-9,
-            repetition_penalty=1e-3,
+            repetition_penalty=0.01,
             presence_penalty=-2,
             frequency_penalty=2,
             seed=-(2**63),

@@ -24,6 +24,7 @@ from caudal.api.openai_requests import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    check_length,
     refuse_unsupported,
     render_chat,
     tokenize,
@@ -96,6 +97,8 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
 async def _completion_reply(model: ServedModel, body: CompletionBody) -> CompletionReply:
     prompts = body.prompts()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_length(model, text)
     encoded = iter(await tokenize(model, texts, add_special=body.add_special_tokens))
     prompt_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     call_id = f"cmpl-{uuid.uuid4().hex}"
@@ -122,6 +125,7 @@ async def _completion_reply(model: ServedModel, body: CompletionBody) -> Complet
 
 async def _chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
     text = await render_chat(model, body)
+    check_length(model, text)
     ids = await tokenize_chat(model, text, add_special=body.add_special_tokens)
     call_id = f"chatcmpl-{uuid.uuid4().hex}"
     params = body.sampling(max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)

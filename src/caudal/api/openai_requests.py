@@ -11,11 +11,15 @@ from pydantic import BeforeValidator, Field
 from caudal.api.errors import ApiError
 from caudal.api.http import Body
 from caudal.api.service import ServedModel
-from caudal.core import SamplingParams
+from caudal.core import RequestTooLongError, SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, in one call
-# Texts above this are tokenized in another thread, so that running streams go on.
+# Texts above this are tokenized in another thread, so that running streams go on; conversations are rendered there
+# with more messages than this, or with tools or variables of any number.
 INLINE_CHARACTERS = 8192
+INLINE_MESSAGES = 64
+# Text to tokenize in one call, for which time and memory of the tokenizer grow, whatever the context length is.
+MAX_CHARACTERS = 4 * 1024**2
 
 
 def _listed(value: Any) -> Any:
@@ -220,24 +224,46 @@ def _unsupported(param: str, what: str) -> ApiError:
 
 def _is_token_ids(value: Any) -> TypeGuard[list[int]]:
     return (
-        isinstance(value, list) and bool(cast(list[Any], value)) and all(type(i) is int for i in cast(list[Any], value))
+        isinstance(value, list) and set(map(type, cast(list[Any], value))) == {int}  # bool is another type
     )
 
 
 # --------------------------------------------------------------------------------------------- prompts
 
 
+def check_length(model: ServedModel, text: str) -> None:
+    """Raises `RequestTooLongError` for a text that cannot fit into the context: tokenizing it would take long."""
+    most = model.tokenizer.max_token_characters
+    if most is not None and len(text) > most * model.max_model_len:
+        raise RequestTooLongError(
+            f"the prompt has {len(text)} characters, which cannot fit into the context of {model.max_model_len} "
+            "tokens; shorten the prompt",
+            "prompt",
+        )
+
+
 async def tokenize(model: ServedModel, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
-    """Token ids of each text. Long ones are worked on in another thread."""
+    """Token ids of each text. Long ones are worked on in another thread. Raises a 400 `ApiError` for too much text."""
+    size = sum(map(len, texts))
+    if size > MAX_CHARACTERS:
+        raise ApiError(
+            400, f"The text has {size} characters; one call may have {MAX_CHARACTERS}. Split it.", param="prompt"
+        )
 
     def encode() -> list[list[int]]:
         return [model.tokenizer.encode(text, add_special=add_special) for text in texts]
 
-    return encode() if sum(map(len, texts)) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
+    return encode() if size <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
 
 
 async def tokenize_chat(model: ServedModel, text: str, *, add_special: bool) -> list[int]:
-    """Token ids of a rendered template, which writes its special tokens itself."""
+    """Token ids of a rendered template, which writes its special tokens itself. Raises as `tokenize` does."""
+    if len(text) > MAX_CHARACTERS:
+        raise ApiError(
+            400,
+            f"The conversation has {len(text)} characters; one call may have {MAX_CHARACTERS}. Shorten it.",
+            param="messages",
+        )
 
     def encode() -> list[int]:
         return model.tokenizer.encode(text) if add_special else model.tokenizer.encode_chat(text)
@@ -256,21 +282,24 @@ async def render_chat(model: ServedModel, body: ChatBody) -> str:
     kwargs = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    messages = normalize_messages(body.messages)
     generate = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     tools = None if body.tool_choice == "none" else body.tools
 
     def render() -> str:
         return template.render(
-            messages,
+            normalize_messages(body.messages),
             tools=tools,
             add_generation_prompt=generate,
             continue_final_message=body.continue_final_message,
             **kwargs,
         )
 
-    size = sum(map(_num_characters, messages))
-    return render() if size <= INLINE_CHARACTERS else await asyncio.to_thread(render)
+    is_small = (
+        len(body.messages) <= INLINE_MESSAGES
+        and not (tools or kwargs)
+        and sum(map(_num_characters, body.messages)) <= INLINE_CHARACTERS
+    )
+    return render() if is_small else await asyncio.to_thread(render)
 
 
 def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

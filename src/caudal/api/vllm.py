@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -15,6 +15,9 @@ from caudal.api.errors import ApiError
 from caudal.api.http import Body, parse_body, read_json
 from caudal.api.openai_requests import ChatBody, TokenId, render_chat, tokenize, tokenize_chat
 from caudal.api.service import Service
+
+# More tokens than this are written in another thread, so that running streams go on.
+INLINE_TOKENS = 8192
 
 
 class TokenizeBody(Body):
@@ -64,14 +67,23 @@ def router(service: Service) -> APIRouter:
             ids = await tokenize_chat(model, await render_chat(model, chat), add_special=chat.add_special_tokens)
         else:
             (ids,) = await tokenize(model, [body.prompt], add_special=body.add_special_tokens)
-        reply: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
-        reply["token_strs"] = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-        return JSONResponse(reply)
+
+        def respond() -> Response:
+            texts = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+            reply = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
+            return JSONResponse(reply)
+
+        return respond() if len(ids) <= INLINE_TOKENS else await asyncio.to_thread(respond)
 
     @routes.post("/detokenize")
     async def detokenize(http_request: HTTPRequest) -> Response:
         body = parse_body(DetokenizeBody, await read_json(http_request))
-        return JSONResponse({"prompt": service.find(body.model).tokenizer.decode(body.tokens)})
+        model = service.find(body.model)
+
+        def respond() -> Response:
+            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+
+        return respond() if len(body.tokens) <= INLINE_TOKENS else await asyncio.to_thread(respond)
 
     _ = health, version, metrics, tokenize_text, detokenize
     return routes
