@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cstdio>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -102,7 +104,14 @@ ThreadPool::ThreadPool(int num_threads, bool pin)
     slots_[i].member.pool_ = this;
     slots_[i].member.thread_ = i;
   }
-  for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker(i); });
+  try {
+    for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker(i); });
+  } catch (const std::system_error&) {  // those that did start must end before their std::thread objects do
+    const size_t started = threads_.size() + 1;
+    stop_and_join();
+    throw std::runtime_error("the system lets only " + std::to_string(started) + " of " +
+                             std::to_string(num_threads_) + " threads start; use fewer");
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -110,6 +119,10 @@ ThreadPool::~ThreadPool() {
     for (auto& t : threads_) t.detach();
     return;
   }
+  stop_and_join();
+}
+
+void ThreadPool::stop_and_join() {
   stop_.store(true);
   epoch_.fetch_add(1);
   epoch_.notify_all();
@@ -125,19 +138,13 @@ void ThreadPool::bind([[maybe_unused]] int thread) const {
 #endif
 }
 
-int ThreadPool::num_benched() const {
-  int n = 0;
-  for (int i = 0; i < num_threads_; ++i) n += slots_[i].bench_until != 0;
-  return n;
-}
-
 void Member::barrier() {
   if (active_ == 1) return;
   ThreadPool& p = *pool_;
   const uint32_t generation = p.generation_.load(std::memory_order_relaxed);
   if (p.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(active_)) {
     p.arrived_.store(0, std::memory_order_relaxed);
-    p.generation_.fetch_add(1, std::memory_order_acq_rel);
+    p.generation_.fetch_add(1);  // sequentially consistent: see ThreadPool::run
     p.generation_.notify_all();
     return;
   }
@@ -164,7 +171,7 @@ void ThreadPool::worker(int thread) {
     benched = slot.assigned_epoch.load(std::memory_order_acquire) != seen;
     if (benched) continue;
     (*body_)(slot.member);
-    if (remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1) remaining_.notify_all();
+    if (remaining_.fetch_sub(1) == 1) remaining_.notify_all();
   }
 }
 
@@ -176,6 +183,7 @@ void ThreadPool::choose_participants(uint64_t now) {
       s.bench_until = 0;
       s.strikes = 0;
       s.returned_at = now;
+      num_benched_.fetch_sub(1, std::memory_order_relaxed);
     }
     s.participates = s.bench_until == 0;
     active += s.participates;
@@ -210,6 +218,7 @@ void ThreadPool::judge(uint64_t start, uint64_t end) {
   if (++s.strikes < kStrikes) return;
   s.penalty = s.penalty == 0 ? kFirstPenalty : std::min(2 * s.penalty, kLongestPenalty);
   s.bench_until = end + s.penalty;
+  num_benched_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void ThreadPool::run(FunctionRef<Member&> body) {
@@ -232,7 +241,10 @@ void ThreadPool::run(FunctionRef<Member&> body) {
     for (int i = 1; i < num_threads_; ++i) {
       if (slots_[i].participates) slots_[i].assigned_epoch.store(epoch, std::memory_order_release);
     }
-    epoch_.store(epoch, std::memory_order_release);
+    // Sequentially consistent, not just a release: notify_all() makes no system call where it sees no
+    // sleeper, and that look must not overtake the store, or a thread that falls asleep just now is never
+    // woken.
+    epoch_.store(epoch);
     epoch_.notify_all();
   }
   if (caller_participates) {

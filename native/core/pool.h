@@ -49,14 +49,16 @@ class Member {
 class ThreadPool {
  public:
   // num_threads >= 1. With `pin`, thread i is bound to the i-th CPU this process may use; the caller only
-  // while it is inside run(), so that nothing outside inherits the binding.
+  // while it is inside run(), so that nothing outside inherits the binding. Throws std::runtime_error where
+  // the system does not give that many threads.
   ThreadPool(int num_threads, bool pin);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int size() const { return num_threads_; }
-  int num_benched() const;
+  // May be asked while a run is in progress.
+  int num_benched() const { return num_benched_.load(std::memory_order_relaxed); }
 
   // Runs body(member) on the active threads and returns when all have finished. One caller at a time. The
   // body must not throw and must pass the same barriers on every thread. Throws std::runtime_error in a
@@ -79,6 +81,7 @@ class ThreadPool {
   };
 
   void worker(int thread);
+  void stop_and_join();
   void bind(int thread) const;
   void choose_participants(uint64_t now);
   void judge(uint64_t start, uint64_t end);
@@ -96,6 +99,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   std::atomic<bool> stop_{false};
+  std::atomic<int> num_benched_{0};
 };
 
 }  // namespace caudal

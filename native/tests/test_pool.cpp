@@ -1,8 +1,15 @@
 #include <doctest/doctest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <fstream>
+#include <memory>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -98,6 +105,51 @@ TEST_CASE("a thread that is repeatedly late is benched, work goes on, and it com
 TEST_CASE("a pool can be made and dropped without ever running") {
   for (int i = 0; i < 50; ++i) ThreadPool pool(4, true);
   CHECK(ThreadPool::usable_cpus() >= 1);
+}
+
+#ifndef __SANITIZE_ADDRESS__  // which needs the address space for itself
+TEST_CASE("a pool that the system does not let grow says so and ends the threads that it has") {
+  struct rlimit before;
+  REQUIRE(getrlimit(RLIMIT_AS, &before) == 0);
+  long pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  struct rlimit tight = before;
+  tight.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)) + (size_t{64} << 20);  // a few stacks
+  REQUIRE(setrlimit(RLIMIT_AS, &tight) == 0);
+  std::string message;
+  try {
+    ThreadPool pool(500, false);
+  } catch (const std::runtime_error& e) {
+    message = e.what();
+  }
+  REQUIRE(setrlimit(RLIMIT_AS, &before) == 0);
+  CHECK(message.find("of 500 threads") != std::string::npos);
+}
+#endif
+
+TEST_CASE("a forked child refuses to run and drops the pool without waiting for threads that it lacks") {
+  auto pool = std::make_unique<ThreadPool>(3, false);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    bool refused = false;
+    auto body = [](Member&) {};
+    try {
+      pool->run(body);
+    } catch (const std::runtime_error&) {
+      refused = true;
+    }
+    pool.reset();
+    _exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  std::atomic<int> ran{0};
+  auto body = [&](Member&) { ran.fetch_add(1); };
+  pool->run(body);
+  CHECK(ran.load() >= 1);  // the parent's pool works on
 }
 
 TEST_CASE("regions are aligned, zeroed and movable") {
