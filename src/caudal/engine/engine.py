@@ -175,6 +175,15 @@ class Engine:
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it needs at least one token", "prompt")
+        if len(prompt) >= self.max_model_len:  # first, as to check millions of ids takes long
+            limit = f"the context length is {self._context_length} tokens"
+            if self._cache_tokens < self._context_length:
+                limit += f" and the whole KV cache holds {self._cache_tokens}"
+            raise RequestTooLongError(
+                f"the prompt has {len(prompt)} tokens and at least one more must fit, but {limit}; "
+                "shorten the prompt, or give the model more context or KV cache memory",
+                "prompt",
+            )
         try:
             array("q", prompt)
         except (TypeError, OverflowError) as error:
@@ -183,15 +192,6 @@ class Engine:
             wrong = next(t for t in prompt if not 0 <= t < self._num_token_ids)
             raise InvalidRequestError(
                 f"the prompt contains {wrong}, which is no token id: they go from 0 to {self._num_token_ids - 1}",
-                "prompt",
-            )
-        if len(prompt) >= self.max_model_len:
-            limit = f"the context length is {self._context_length} tokens"
-            if self._cache_tokens < self._context_length:
-                limit += f" and the whole KV cache holds {self._cache_tokens}"
-            raise RequestTooLongError(
-                f"the prompt has {len(prompt)} tokens and at least one more must fit, but {limit}; "
-                "shorten the prompt, or give the model more context or KV cache memory",
                 "prompt",
             )
         if request.adapter is not None:
