@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -76,8 +76,16 @@ class LLM:
     A failure of one prompt is in its `Completion.error`; the others are not affected.
     """
 
-    def __init__(self, model: str | Path, *, executor: ExecutorKind = "native", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        executor: ExecutorKind = "native",
+        progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
+    ) -> None:
         """`model`: a path, a name in the store, or a name that can be fetched. `settings`: fields of `EngineConfig`.
+        `progress` is called with the bytes of weights done and in all.
 
         Raises TypeError for a setting that does not exist, and InvalidSettingError, ModelNotFoundError,
         InvalidModelFileError, UnsupportedModelError or InsufficientMemoryError.
@@ -86,7 +94,9 @@ class LLM:
         from caudal.store import Store
 
         self.config = EngineConfig(**settings)
-        self._model: LoadedModel = load(Store.default().fetch(str(model)), self.config, executor=executor)
+        self._model: LoadedModel = load(
+            Store.default().fetch(str(model)), self.config, executor=executor, progress=progress
+        )
         self._finalizer = weakref.finalize(self, self._model.engine.close)  # for those who forget to close
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from caudal.cli.support.options import engine_options, server_options, take
-from caudal.cli.support.output import remark
+from caudal.cli.support.output import progress, remark
 from caudal.config import EngineConfig, ServerConfig
 
 
@@ -31,7 +31,7 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
 
     from caudal.api.server import serve
     from caudal.api.service import ServedModel
-    from caudal.cli.support.models import display_name, fetch
+    from caudal.cli.support.models import LOADING_DELAY, display_name, fetch
     from caudal.loader import load as load_model
     from caudal.store import default_model
 
@@ -40,7 +40,9 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
     engine_config = take(EngineConfig, settings)
 
     def load() -> ServedModel:
-        loaded = load_model(fetch(name), engine_config)
+        path = fetch(name)
+        with progress(f"Loading {display_name(name)}", size=True, delay=LOADING_DELAY) as show_progress:
+            loaded = load_model(path, engine_config, progress=show_progress)
         return ServedModel(
             name=server_config.served_model_name or display_name(name),
             engine=loaded.engine,

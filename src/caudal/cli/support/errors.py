@@ -11,6 +11,7 @@ from caudal.core import (
     DownloadError,
     InsufficientMemoryError,
     InvalidModelFileError,
+    InvalidSettingError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
@@ -29,6 +30,7 @@ EXIT_CODES = {
 }
 
 _CODES: tuple[tuple[type[CaudalError], int], ...] = (
+    (InvalidSettingError, 2),
     (ModelNotFoundError, 3),
     (InvalidModelFileError, 4),
     (UnsupportedModelError, 5),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from caudal.llm import LLM
     from caudal.text.tokenizer import Tokenizer
 
+LOADING_DELAY = 0.5  # seconds; small models load faster than a bar is worth
+
 
 def fetch(model: str) -> Path:
     """The file that MODEL means; what is not on this machine yet is fetched, with a progress bar.
@@ -22,7 +24,7 @@ def fetch(model: str) -> Path:
     from caudal.cli.support.output import progress
     from caudal.store import Store
 
-    with progress(f"Fetching {model}", size=True) as show_progress:
+    with progress(f"Fetching {model}", size=True, say=True) as show_progress:
         return Store.default().fetch(model, show_progress)
 
 
@@ -53,9 +55,12 @@ def open_executor(checkpoint: Checkpoint, kind: str, config: EngineConfig) -> Ex
 
 def open_llm(name: str, config: EngineConfig) -> LLM:
     """A running model; the bars show what takes long. Raises what finding, opening and planning it raise."""
+    from caudal.cli.support.output import progress
     from caudal.llm import LLM
 
-    return LLM(fetch(name), **asdict(config))
+    path = fetch(name)
+    with progress(f"Loading {display_name(name)}", size=True, delay=LOADING_DELAY) as show_progress:
+        return LLM(path, progress=show_progress, **asdict(config))
 
 
 def display_name(model: str) -> str:

@@ -6,7 +6,11 @@ import json
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
@@ -34,39 +38,62 @@ def remark(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class _Bar:
+    """A progress bar that appears when there is something to show."""
+
+    def __init__(self, what: str, size: bool, delay: float, say: bool) -> None:
+        self._what = what
+        self._size = size
+        self._appears = perf_counter() + delay
+        self._say = say
+        self._bar: Progress | None = None
+
+    def __call__(self, done: int, total: int | None) -> None:
+        if perf_counter() < self._appears:
+            return
+        if not sys.stderr.isatty():
+            if self._say:
+                self._say = False
+                remark(f"{self._what} ...")
+            return
+        if self._bar is None:
+            self._bar = self._new_bar()
+            self._bar.start()
+            self._bar.add_task(self._what)
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+
+    def _new_bar(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        numbers = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if self._size else (MofNCompleteColumn(),)
+        columns = (TextColumn("{task.description}"), BarColumn(), *numbers, TimeRemainingColumn())
+        return Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
 @contextmanager
-def progress(what: str, *, size: bool = False) -> Generator[Callable[[int, int | None], None]]:
-    """A progress bar on standard error, if that is a terminal; yields a function that takes what is done so far
-    and how much there is in all. `size`: they count bytes.
+def progress(
+    what: str, *, size: bool = False, delay: float = 0.0, say: bool = False
+) -> Generator[Callable[[int, int | None], None]]:
+    """Shows how far something is, on a terminal. Yields a function that takes what is done and how much there is.
+
+    `size`: they count bytes. `delay`: seconds before anything is shown, for what is usually quick. `say`: where
+    there is no terminal, one line says what is going on.
     """
-    if not sys.stderr.isatty():
-        yield _said_once(f"{what} ...") if size else lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    numbers = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if size else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *numbers, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _said_once(text: str) -> Callable[[int, int | None], None]:
-    """What a log shows in place of a bar: one line when the work begins."""
-    said: list[str] = []
-
-    def say(done: int, total: int | None) -> None:
-        if not said:
-            said.append(text)
-            remark(text)
-
-    return say
+    bar = _Bar(what, size, delay, say)
+    try:
+        yield bar
+    finally:
+        bar.close()
