@@ -128,7 +128,8 @@ void bind_model(nb::module_& m) {
       .def_prop_ro("kv_block_bytes", [](const PyModel& self) { return self.model.kv_block_bytes(); })
       .def(
           "add_weight",
-          [](PyModel& self, int type, int64_t rows, int64_t cols, const Bytes& data, bool pack) {
+          [](PyModel& self, int type, int64_t rows, int64_t cols, const Bytes& data, bool pack,
+             bool release_source) {
             if (rows <= 0 || cols <= 0 || rows > INT32_MAX || cols > INT32_MAX)
               throw std::invalid_argument("bad shape");
             const QuantType t = quant_type(type);
@@ -136,13 +137,15 @@ void bind_model(nb::module_& m) {
             int id;
             {
               nb::gil_scoped_release release;
-              id = self.model.add_weight(
-                  t, rows, cols, {reinterpret_cast<const std::byte*>(data.data()), data.size()}, packs);
+              id = self.model.add_weight(t, rows, cols,
+                                         {reinterpret_cast<const std::byte*>(data.data()), data.size()},
+                                         packs, release_source);
             }
             if (!packs) self.sources.push_back(nb::cast(data));
             return id;
           },
-          "type"_a, "rows"_a, "cols"_a, "data"_a, "pack"_a)
+          "type"_a, "rows"_a, "cols"_a, "data"_a, "pack"_a, "release_source"_a = false,
+          "release_source: drop the pages of a packed weight's source; only for mapped files.")
       .def(
           "add_vector",
           [](PyModel& self, const Floats& data) { return self.model.add_vector(span_of(data)); }, "data"_a)

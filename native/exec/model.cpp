@@ -16,8 +16,13 @@ constexpr int kItemsPerThread = 8;    // of a phase: small enough to share evenl
 constexpr int kMaxSegmentPanels = 8;  // 128 output rows
 constexpr int64_t kBlockGroups = 16;  // 64 tokens: their activations stay in L2 while panels pass
 constexpr int64_t kTileLd = kMaxSegmentPanels * kPanelRows;
-constexpr size_t kPrefetchSlack =
-    8192;  // kernels prefetch this far behind a panel, and may load a vector beyond
+constexpr size_t kPrefetchSlack = 8192;  // kernels prefetch this far behind a panel or a block of the cache
+constexpr int kItemsPerThreadOfAttention = 4;
+// Partials of attention, which grow with queries x context: of one thread's tile, and of a step whose chunks
+// are shared out. Beyond the first, tiles have fewer queries; beyond the second, chunks are not shared out.
+constexpr size_t kTilePartialFloats = size_t{4} << 20;
+constexpr size_t kSplitPartialFloats = size_t{16} << 20;
+constexpr int kNoWindow = INT32_MAX / 2;  // a larger window is none; arithmetic with it would overflow
 
 size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 int64_t groups_of(int64_t tokens) { return (tokens + kTokenGroup - 1) / kTokenGroup; }
@@ -47,8 +52,8 @@ size_t Model::packed_weight_bytes(QuantType type, int64_t rows, int64_t cols) {
   return align64(panels * packed_panel_bytes(type, cols));
 }
 
-int Model::add_weight(QuantType type, int64_t rows, int64_t cols, std::span<const std::byte> data,
-                      bool pack) {
+int Model::add_weight(QuantType type, int64_t rows, int64_t cols, std::span<const std::byte> data, bool pack,
+                      bool release_source) {
   const TypeInfo* info = type_info(type);
   require(info != nullptr, "unknown tensor type");
   require(rows > 0 && cols > 0 && cols % info->block_size == 0, "a row does not fill whole blocks");
@@ -78,7 +83,7 @@ int Model::add_weight(QuantType type, int64_t rows, int64_t cols, std::span<cons
       }
     };
     pool_->run(body);
-    release_pages(data.data(), row_bytes * static_cast<size_t>(rows));
+    if (release_source) release_pages(data.data(), row_bytes * static_cast<size_t>(rows));
   }
   weights_.push_back(w);
   return static_cast<int>(weights_.size()) - 1;
@@ -220,9 +225,15 @@ void Model::finish(ValueId output, CacheShape cache) {
   const auto check_norm = [&](const NormSpec& norm, int64_t row) {
     if (norm.kind == NormKind::kNone) return;
     require(norm.weight >= 0, "a norm without weight");
+    require(norm.kind == NormKind::kRms || norm.head_dim == 0, "only RMS norms work on heads");
     require(norm.head_dim == 0 || row % norm.head_dim == 0, "a norm's heads do not fill the row");
     check_vector(norm.weight, norm.head_dim != 0 ? norm.head_dim : row);
     check_vector(norm.bias, row);
+  };
+  const auto check_head_norm = [&](const NormSpec& norm, int64_t row, int head_dim) {
+    check_norm(norm, row);
+    require(norm.kind == NormKind::kNone || norm.head_dim == head_dim,
+            "a norm in front of attention is not one over its heads");
   };
   const auto check_rope = [&](const RopeSpec& rope, int head_dim) {
     require(rope.table < static_cast<int>(rope_tables_.size()), "a rope table that does not exist");
@@ -235,6 +246,13 @@ void Model::finish(ValueId output, CacheShape cache) {
     require(id >= 0 && id < static_cast<int>(weights_.size()), "a weight that does not exist");
     return weights_[static_cast<size_t>(id)];
   };
+  require(cache_.num_blocks >= 0 && cache_.num_blocks <= INT32_MAX / kKvBlock,
+          "slots of so many cache blocks have no 32-bit numbers");
+  for (const CacheShape::Layer& c : cache_.layers) {
+    require(c.n_kv_heads > 0 && c.k_dim > 0 && c.k_dim % 4 == 0 && c.k_dim <= kMaxHeadDim && c.v_dim > 0 &&
+                c.v_dim % 4 == 0 && c.v_dim <= kMaxHeadDim,
+            "heads of a cache layer that the kernels do not support");
+  }
   plan_slots();
   for (PlannedPhase& p : phases_) {
     if (const auto* e = std::get_if<EmbedPhase>(&p.phase)) {
@@ -264,13 +282,12 @@ void Model::finish(ValueId output, CacheShape cache) {
         if (p.uses[k]) max_cols_[k] = std::max(max_cols_[k], p.cols);
       }
       plan_segments(p);
-    } else if (const auto* a = std::get_if<AttentionPhase>(&p.phase)) {
+    } else if (auto* a = std::get_if<AttentionPhase>(&p.phase)) {
       require(a->layer >= 0 && a->layer < static_cast<int>(cache_.layers.size()),
               "attention without a cache layer");
       const CacheShape::Layer& c = cache_.layers[static_cast<size_t>(a->layer)];
       require(a->n_kv_heads == c.n_kv_heads && a->head_dim == c.k_dim && a->v_head_dim == c.v_dim &&
-                  a->n_kv_heads > 0 && a->n_heads > 0 && a->n_heads % a->n_kv_heads == 0 && a->head_dim > 0 &&
-                  a->head_dim % 4 == 0 && a->v_head_dim > 0 && a->v_head_dim % 4 == 0 && a->window >= 0,
+                  a->n_heads > 0 && a->n_heads % a->n_kv_heads == 0 && a->window >= 0,
               "bad attention shape");
       require(width(a->q) == int64_t{a->n_heads} * a->head_dim &&
                   width(a->k) == int64_t{a->n_kv_heads} * a->head_dim &&
@@ -278,11 +295,13 @@ void Model::finish(ValueId output, CacheShape cache) {
                   width(a->out) == int64_t{a->n_heads} * a->v_head_dim && !is_row(a->q) && !is_row(a->k) &&
                   !is_row(a->v) && !is_row(a->out),
               "bad attention widths");
-      check_norm(a->q_norm, width(a->q));
-      check_norm(a->k_norm, width(a->k));
+      if (a->window > kNoWindow) a->window = 0;
+      check_head_norm(a->q_norm, width(a->q), a->head_dim);
+      check_head_norm(a->k_norm, width(a->k), a->head_dim);
       check_rope(a->q_rope, a->head_dim);
       check_rope(a->k_rope, a->head_dim);
       max_heads_width_ = std::max(max_heads_width_, width(a->q));
+      min_kv_heads_ = min_kv_heads_ == 0 ? a->n_kv_heads : std::min(min_kv_heads_, a->n_kv_heads);
       const size_t floats = partial_floats(a->v_head_dim);
       group_partial_unit_ =
           std::max(group_partial_unit_, static_cast<size_t>(a->n_heads / a->n_kv_heads) * floats);
@@ -344,8 +363,8 @@ void Model::finish(ValueId output, CacheShape cache) {
       total += acts[k];
     }
     const size_t row_bytes = align64(static_cast<size_t>(kTokenGroup * max_norm_cols_) * sizeof(float)) + pad;
-    const size_t head_bytes = align64(static_cast<size_t>(max_heads_width_) * sizeof(float)) + pad;
-    total += row_bytes + head_bytes + 2 * (tile_floats * sizeof(float) + pad);
+    const size_t key_bytes = kMaxHeadDim * sizeof(float) + pad;
+    total += row_bytes + key_bytes + 2 * (tile_floats * sizeof(float) + pad);
     s.memory = Region(total);
     std::byte* at = s.memory.data();
     const auto take = [&](size_t bytes) {
@@ -356,7 +375,7 @@ void Model::finish(ValueId output, CacheShape cache) {
     s.kernel = take(kernel_bytes + pad);
     for (int k = 0; k < 3; ++k) s.acts[k] = take(acts[k]);
     s.rows = reinterpret_cast<float*>(take(row_bytes));
-    s.heads = reinterpret_cast<float*>(take(head_bytes));
+    s.key = reinterpret_cast<float*>(take(key_bytes));
     for (float*& t : s.tile) t = reinterpret_cast<float*>(take(tile_floats * sizeof(float) + pad));
     scratch_.push_back(std::move(s));
   }
@@ -400,6 +419,7 @@ void Model::check(const StepInput& in) const {
     require(t0 < t1 && t1 <= tokens && length >= t1 - t0, "a sequence's tokens and length do not fit");
     require((length + kKvBlock - 1) / kKvBlock <= in.block_table_width,
             "a block table is too short for its sequence");
+    require(length <= INT32_MAX - kKvChunk, "a sequence is too long");  // kernels count whole chunks in int
     const int32_t* table = in.block_tables.data() + s * in.block_table_width;
     for (int64_t b = 0; b < (length + kKvBlock - 1) / kKvBlock; ++b) {
       require(table[b] >= 0 && table[b] < cache_.num_blocks, "a block id outside the cache");
@@ -422,8 +442,8 @@ void Model::check(const StepInput& in) const {
 }
 
 void Model::reserve(int64_t tokens, int64_t logits_rows) {
+  // The capacities change last: where memory runs out in between, the next step tries again.
   if (tokens > token_capacity_) {
-    token_capacity_ = tokens;
     for (Slot& s : slots_) {
       if (!s.logits_row) s.memory = Region(static_cast<size_t>(tokens * s.width) * sizeof(float) + 64);
     }
@@ -434,12 +454,13 @@ void Model::reserve(int64_t tokens, int64_t logits_rows) {
       shared_acts_[k] = Region(static_cast<size_t>(groups_of(tokens)) *
                                activation_group_bytes(static_cast<ActKind>(k), max_cols_[k]));
     }
+    token_capacity_ = tokens;
   }
   if (logits_rows > logits_capacity_) {
-    logits_capacity_ = logits_rows;
     for (Slot& s : slots_) {
       if (s.logits_row) s.memory = Region(static_cast<size_t>(logits_rows * s.width) * sizeof(float) + 64);
     }
+    logits_capacity_ = logits_rows;
   }
 }
 
@@ -452,46 +473,61 @@ void Model::prepare_step(const StepInput& input) {
   for (int i = 0; i < num_loops_; ++i)
     counters_[static_cast<size_t>(i)].next.store(0, std::memory_order_relaxed);
 
+  plan_attention();
+}
+
+void Model::plan_attention() {
+  const auto chunks_at = [](int position) { return position / kKvChunk + 1; };
   tiles_.clear();
   decode_only_ = true;
   int most_chunks = 0;
+  int64_t work = 0, longest = 0;  // queries x chunks
   for (int s = 0; s < static_cast<int>(num_seqs_); ++s) {
-    const int t0 = input.query_start[static_cast<size_t>(s)],
-              t1 = input.query_start[static_cast<size_t>(s) + 1];
+    const int t0 = input_.query_start[static_cast<size_t>(s)],
+              t1 = input_.query_start[static_cast<size_t>(s) + 1];
     decode_only_ = decode_only_ && t1 - t0 == 1;
-    for (int t = t0; t < t1; t += kMaxQueriesPerCall) {
-      const int n = std::min(kMaxQueriesPerCall, t1 - t);
-      const int first = input.positions[static_cast<size_t>(t)];
+    for (int t = t0, n = 0; t < t1; t += n) {
+      const int first = input_.positions[static_cast<size_t>(t)];
+      n = std::min(kMaxQueriesPerCall, t1 - t);
+      const size_t query_floats = static_cast<size_t>(chunks_at(first + n - 1)) * group_partial_unit_;
+      if (query_floats != 0) n = std::clamp(static_cast<int>(kTilePartialFloats / query_floats), 1, n);
+      const int chunks = chunks_at(first + n - 1);
       tiles_.push_back({.seq = s,
                         .token = t,
                         .n = n,
                         .first_position = first,
-                        .chunk0 = 0,
-                        .chunk1 = (first + n - 1) / kKvChunk + 1,
+                        .chunk1 = chunks,
+                        .first_item = 0,
                         .partial_offset = 0});
-      most_chunks = std::max(most_chunks, tiles_.back().chunk1);
+      most_chunks = std::max(most_chunks, chunks);
+      work += int64_t{n} * chunks;
+      longest = std::max(longest, int64_t{n} * chunks);
     }
   }
   // The longest first, so that no thread is left with a long one at the end.
   std::stable_sort(tiles_.begin(), tiles_.end(),
                    [](const Tile& a, const Tile& b) { return a.chunk1 * a.n > b.chunk1 * b.n; });
-  split_chunks_ = pool_->size() > 1 && most_chunks > 1 && static_cast<int>(tiles_.size()) < 2 * pool_->size();
+
+  // The chunks of a tile go to different threads where its heads alone are too few or too long to share
+  // evenly.
+  const size_t split_floats = static_cast<size_t>(work) * partial_unit_;
+  split_chunks_ = pool_->size() > 1 && most_chunks > 1 && split_floats <= kSplitPartialFloats &&
+                  longest * kItemsPerThreadOfAttention * pool_->size() > work * min_kv_heads_;
   if (split_chunks_) {
     split_items_.clear();
     size_t offset = 0;
     for (int i = 0; i < static_cast<int>(tiles_.size()); ++i) {
       Tile& t = tiles_[static_cast<size_t>(i)];
+      t.first_item = static_cast<int>(split_items_.size());
       t.partial_offset = offset;
       offset += static_cast<size_t>(t.chunk1) * static_cast<size_t>(t.n) * partial_unit_;
       split_items_.insert(split_items_.end(), static_cast<size_t>(t.chunk1), i);
     }
     if (split_partials_.size() < offset) split_partials_.resize(offset);
   } else {
-    size_t most = 0;
-    for (const Tile& t : tiles_)
-      most = std::max(most, static_cast<size_t>(t.chunk1) * static_cast<size_t>(t.n));
+    const size_t most = static_cast<size_t>(longest) * group_partial_unit_;
     for (Scratch& s : scratch_) {
-      if (s.partials.size() < most * group_partial_unit_) s.partials.resize(most * group_partial_unit_);
+      if (s.partials.size() < most) s.partials.resize(most);
     }
   }
   decode_only_ = decode_only_ && !split_chunks_;
@@ -688,9 +724,9 @@ void Model::append(const AttentionPhase& ph, int64_t t0, int64_t t1, int kv_head
     const float* q = value(ph.q) + t * q_width + int64_t{kv_head} * group * d;
     float* to = rotated + t * q_width + int64_t{kv_head} * group * d;
     for (int h = 0; h < group; ++h) turn(ph.q_norm, ph.q_rope, t, q + h * d, to + h * d);
-    turn(ph.k_norm, ph.k_rope, t, value(ph.k) + t * k_width + int64_t{kv_head} * d, scratch.heads);
+    turn(ph.k_norm, ph.k_rope, t, value(ph.k) + t * k_width + int64_t{kv_head} * d, scratch.key);
     kernels_.kv_append(layers_[static_cast<size_t>(ph.layer)], kv_head, input_.slot_mapping.data() + t, 1,
-                       scratch.heads, static_cast<size_t>(d),
+                       scratch.key, static_cast<size_t>(d),
                        value(ph.v) + t * v_width + int64_t{kv_head} * ph.v_head_dim,
                        static_cast<size_t>(v_width));
   }
@@ -769,11 +805,10 @@ void Model::execute_attention(const AttentionPhase& ph, int loop, Member& m) {
     const auto i = static_cast<size_t>(item / heads);
     const int head = static_cast<int>(item % heads);
     const Tile& tile = tiles_[static_cast<size_t>(split_items_[i])];
-    const auto first = std::lower_bound(split_items_.begin(), split_items_.end(), split_items_[i]);
-    const int chunk = static_cast<int>(split_items_.begin() + static_cast<std::ptrdiff_t>(i) - first);
+    const int chunk = static_cast<int>(i) - tile.first_item;
     if (chunk < first_chunk(ph, tile.first_position)) return;
     float* out = split_partials_.data() + tile.partial_offset +
-                 static_cast<size_t>((chunk * heads + head) * tile.n * group) * unit;
+                 static_cast<size_t>((int64_t{chunk} * heads + head) * tile.n * group) * unit;
     kernels_.attend_chunk(attention_args(ph, tile, head), chunk, out, scratch.kernel);
   });
   m.barrier();

@@ -112,9 +112,11 @@ class Model {
 
   static size_t packed_weight_bytes(QuantType type, int64_t rows, int64_t cols);
 
-  // `data` must outlive the model unless the weight is packed. Packing uses all threads, and lets go of the
-  // source's pages.
-  int add_weight(QuantType type, int64_t rows, int64_t cols, std::span<const std::byte> data, bool pack);
+  // `data` must outlive the model unless the weight is packed. Packing uses all threads. `release_source`
+  // lets go of the pages of a packed weight's source, which must then be a mapped file: other memory would be
+  // lost.
+  int add_weight(QuantType type, int64_t rows, int64_t cols, std::span<const std::byte> data, bool pack,
+                 bool release_source = false);
   VectorId add_vector(std::span<const float> data);
   // rows: one per token, or one per wanted row of logits.
   ValueId add_value(int64_t width, bool logits_row);
@@ -124,7 +126,8 @@ class Model {
   void finish(ValueId output, CacheShape cache);
 
   // Computes a step; the result has logits_rows x vocab numbers and is valid until the next call.
-  // Throws std::invalid_argument for arrays that do not describe a possible step; nothing has changed then.
+  // Throws std::invalid_argument for arrays that do not describe a possible step, and std::bad_alloc; nothing
+  // has changed then. Two sequences that write the same slot get each other's keys: that is not looked for.
   std::span<const float> run(const StepInput& input);
 
   int64_t vocab_size() const { return values_[static_cast<size_t>(output_)].width; }
@@ -156,8 +159,9 @@ class Model {
     int64_t cols = 0;                      // input width of a LinearPhase
   };
   struct Tile {  // up to kMaxQueriesPerCall queries of one sequence
-    int seq, token, n, first_position, chunk0, chunk1;
-    size_t partial_offset;
+    int seq, token, n, first_position, chunk1;
+    int first_item;         // of split_items_
+    size_t partial_offset;  // in split_partials_
   };
   struct Scratch {
     Region memory;
@@ -165,7 +169,7 @@ class Model {
     float* tile[2] = {};    // outputs of a gated pair
     std::byte* kernel = nullptr;
     std::byte* acts[3] = {};
-    float* heads = nullptr;  // rotated heads of one token
+    float* key = nullptr;  // one normalized and rotated key
     std::vector<float> partials;
   };
 
@@ -173,6 +177,7 @@ class Model {
   void plan_slots();
   void plan_segments(PlannedPhase& p) const;
   void prepare_step(const StepInput& input);
+  void plan_attention();
   void reserve(int64_t tokens, int64_t logits_rows);
   float* value(ValueId id) const;
   int64_t rows(ValueId id) const {
@@ -234,13 +239,13 @@ class Model {
   StepInput input_;
   int64_t num_tokens_ = 0, num_logits_ = 0, num_seqs_ = 0;
   std::vector<Tile> tiles_;
-  bool decode_only_ =
-      false;  // one new token per sequence and a single chunk each: appending and attending are one item
+  bool decode_only_ = false;      // one new token per sequence: appending and attending are one item
   bool split_chunks_ = false;     // the chunks of a tile are computed by different threads
   std::vector<int> split_items_;  // tile of each (tile, chunk) item
   std::vector<float> split_partials_;
   size_t partial_unit_ = 0;        // floats of one query's partials of one chunk, all heads
   size_t group_partial_unit_ = 0;  // the same for one kv head
+  int min_kv_heads_ = 0;           // of all layers
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
   };

@@ -59,7 +59,12 @@ class Model:
         cols: int,
         data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
         pack: bool,
-    ) -> int: ...
+        release_source: bool = False,
+    ) -> int:
+        """
+        release_source: drop the pages of a packed weight's source; only for mapped files.
+        """
+
     def add_vector(
         self, data: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
     ) -> int: ...

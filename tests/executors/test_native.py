@@ -13,7 +13,9 @@ from caudal.config import EngineConfig
 from caudal.core import InsufficientMemoryError, UnsupportedModelError
 from caudal.executors.native import NativeExecutor
 from caudal.formats import open_checkpoint
+from caudal.graph.program import Builder
 from conftest import shared_dir
+from tiny import checkpoint as in_memory
 
 CONFIG = EngineConfig(num_threads=2, max_model_len=1024, kv_cache_memory=256 << 20)
 
@@ -168,6 +170,47 @@ class TestRefusals:
             NativeExecutor(checkpoint, EngineConfig(kv_cache_memory=1 << 50))
         with pytest.raises(UnsupportedModelError, match="instruction set"):
             NativeExecutor(checkpoint, EngineConfig(isa="avx9000"))
+
+
+def test_weights_read_in_place_leave_less_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapped file takes memory too: a cache as large as all that is free would push the weights out of it."""
+    checkpoint = open_checkpoint(shared_dir("data", "models", "stories260K-f32.gguf"))
+    linears = [t for name, t in checkpoint.tensors.items() if t.shape[1:] and not name.startswith("token_embd")]
+    in_place = sum(t.data.nbytes for t in linears)
+    reserve = 256 << 20
+    num_blocks = []
+    for extra in (0, in_place):
+        monkeypatch.setattr("caudal.executors.native.available_memory", lambda extra=extra: reserve + (2 << 20) + extra)
+        executor = NativeExecutor(checkpoint, EngineConfig(num_threads=1))
+        num_blocks.append(executor.kv_layout.num_blocks)
+        block_bytes = executor.kv_layout.block_bytes
+    assert num_blocks[1] - num_blocks[0] == pytest.approx(in_place / block_bytes, abs=1)
+    monkeypatch.setattr("caudal.executors.native.available_memory", lambda: reserve + in_place // 2)
+    with pytest.raises(InsufficientMemoryError, match="the weights need"):
+        NativeExecutor(checkpoint, EngineConfig(num_threads=1))
+
+
+@pytest.mark.parametrize("head_dim", [6, 260])
+def test_heads_that_the_kernels_cannot_run(head_dim: int) -> None:
+    checkpoint = in_memory({"token_embd.weight": np.zeros((8, head_dim))})
+    b = Builder(checkpoint.tensors)
+    x = b.embed("token_embd", head_dim)
+    b.program.output = b.last_tokens(b.attention(x, x, x, head_dim=head_dim, scale=1.0)).id
+    with pytest.raises(UnsupportedModelError, match=f"heads of {head_dim} numbers"):
+        NativeExecutor(checkpoint, EngineConfig(num_threads=1, max_model_len=32), program=b.program)
+
+
+def test_packing_does_not_destroy_tensors_that_are_no_mapped_file() -> None:
+    """Only the pages of a file come back after they were dropped."""
+    checkpoint = open_checkpoint(shared_dir("golden", "quant", "Q8_0.gguf"))
+    copies = {name: replace(t, data=t.data.copy()) for name, t in checkpoint.tensors.items()}
+    config = EngineConfig(num_threads=1, kv_cache_memory=4 << 20)
+    executor = NativeExecutor(replace(checkpoint, tensors=copies), config)
+    for name, t in checkpoint.tensors.items():
+        assert np.array_equal(copies[name].data, t.data), name
+    ids = tokens(20, executor.vocab_size)
+    mapped = NativeExecutor(checkpoint, config)
+    assert np.array_equal(run_chunks(executor, ids, [0], 20), run_chunks(mapped, ids, [0], 20))
 
 
 def test_close_is_idempotent() -> None:

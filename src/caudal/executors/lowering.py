@@ -7,13 +7,16 @@ record, so no model is named here, and an op that fits none is a phase of its ow
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caudal import _native
-from caudal.formats import Checkpoint
+from caudal.formats import Checkpoint, HostTensor
 from caudal.graph.passes import uses
 from caudal.graph.program import Op, Program
 
@@ -29,9 +32,28 @@ def kv_layers(program: Program) -> list[tuple[int, int, int]]:
 
 def packed_bytes(program: Program, checkpoint: Checkpoint) -> int:
     """Bytes of all weights that get a packed copy."""
-    names = {op.weights[0] for op in program.ops if op.kind == "linear"}
-    tensors = (checkpoint.tensors[name] for name in names)
-    return sum(_native.packed_bytes(t.quant_type.ggml_id, t.shape[0], t.shape[1]) for t in tensors)
+    return sum(_packed_bytes(tensor) for tensor in _matrices(program, checkpoint))
+
+
+def mapped_bytes(program: Program, checkpoint: Checkpoint) -> int:
+    """Bytes of all weights that every step reads in place, so that they must stay in memory beside the rest."""
+    return sum(tensor.data.nbytes for tensor in _matrices(program, checkpoint) if _packed_bytes(tensor) == 0)
+
+
+def _matrices(program: Program, checkpoint: Checkpoint) -> list[HostTensor]:
+    return [checkpoint.tensors[name] for name in {op.weights[0] for op in program.ops if op.kind == "linear"}]
+
+
+def _packed_bytes(tensor: HostTensor) -> int:
+    return _native.packed_bytes(tensor.quant_type.ggml_id, tensor.shape[0], tensor.shape[1])
+
+
+def _is_mapped(array: NDArray[np.uint8]) -> bool:
+    """Whether the array is a view of a mapped file, whose pages can be dropped and read again."""
+    base: Any = array  # numpy's stubs know arrays only
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
 @dataclass(slots=True)
@@ -146,7 +168,9 @@ class Lowering:
         if (name, pack) not in self._weights:
             tensor = self.checkpoint.tensors[name]
             rows, cols = tensor.shape
-            self._weights[name, pack] = self.model.add_weight(tensor.quant_type.ggml_id, rows, cols, tensor.data, pack)
+            self._weights[name, pack] = self.model.add_weight(
+                tensor.quant_type.ggml_id, rows, cols, tensor.data, pack, release_source=_is_mapped(tensor.data)
+            )
             if pack:
                 self._bytes_done += tensor.data.nbytes
                 if self.progress is not None:

@@ -8,7 +8,7 @@ from caudal import _native
 from caudal.config import EngineConfig, format_size
 from caudal.core import InsufficientMemoryError, UnsupportedModelError
 from caudal.executors.base import KVLayout
-from caudal.executors.lowering import Lowering, Progress, kv_layers, packed_bytes
+from caudal.executors.lowering import Lowering, Progress, kv_layers, mapped_bytes, packed_bytes
 from caudal.executors.memory import available_memory
 from caudal.graph.passes import early_last_tokens
 from caudal.models import build_program
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 32  # tokens; kKvBlock of the native core
 _DEFAULT_SEQUENCES = 4  # of full length that the cache holds unless told otherwise; pages are used as they fill
 _RESERVE = 256 << 20  # bytes left to the rest of the process and the system
+_MAX_HEAD_DIM = 256  # kMaxHeadDim of the native core
+_MAX_BLOCKS = (2**31 - 1) // BLOCK_SIZE  # their slots are numbered by int32
 
 
 class NativeExecutor:
@@ -49,6 +51,7 @@ class NativeExecutor:
             context_length = model_config.context_length
         program = early_last_tokens(program)
         _check_types(program, checkpoint)
+        _check_heads(program)
         if config.max_model_len > context_length:
             raise UnsupportedModelError(
                 f"the model was made for at most {context_length} tokens of context, "
@@ -63,7 +66,10 @@ class NativeExecutor:
         # Blocks of a program without attention take no memory; the arithmetic below wants some.
         block_bytes = max(1, _native.kv_block_bytes(config.kv_type, kv_layers(program)))
         self._max_model_len, num_blocks = _size_cache(
-            config, context_length, block_bytes=block_bytes, weight_bytes=weight_bytes
+            config,
+            context_length,
+            block_bytes=block_bytes,
+            weight_bytes=weight_bytes + mapped_bytes(program, checkpoint),
         )
         self._kv_layout = KVLayout(BLOCK_SIZE, num_blocks, block_bytes, config.kv_type)
         self.pool = _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
@@ -125,12 +131,24 @@ def _check_types(program: Program, checkpoint: Checkpoint) -> None:
                 raise UnsupportedModelError(f"tensor {name} has type {quant_type.name}, which the CPU cannot run yet")
 
 
+def _check_heads(program: Program) -> None:
+    for op in program.attention_ops:
+        for dim in (op.integer("head_dim"), op.integer("v_head_dim")):
+            if dim % 4 or dim > _MAX_HEAD_DIM:
+                raise UnsupportedModelError(
+                    f"attention heads of {dim} numbers: the CPU runs multiples of 4 up to {_MAX_HEAD_DIM}"
+                )
+
+
 def _size_cache(config: EngineConfig, context_length: int, *, block_bytes: int, weight_bytes: int) -> tuple[int, int]:
-    """(context length, number of cache blocks) that the configuration asks for or memory allows."""
+    """(context length, number of cache blocks) that the configuration asks for or memory allows.
+
+    weight_bytes: of packed weights and of those that are read in place.
+    """
     free = available_memory() - weight_bytes - _RESERVE
     if free < block_bytes:
         raise InsufficientMemoryError(
-            f"the packed weights need {format_size(weight_bytes)} and one block of cache {format_size(block_bytes)}, "
+            f"the weights need {format_size(weight_bytes)} and one block of cache {format_size(block_bytes)}, "
             f"but only {format_size(max(0, available_memory() - _RESERVE))} of memory are free"
         )
     wanted = config.max_model_len or context_length
@@ -154,6 +172,7 @@ def _size_cache(config: EngineConfig, context_length: int, *, block_bytes: int, 
                 f"a context of {wanted} tokens takes {format_size(blocks_per_sequence * block_bytes)} of cache, "
                 f"but only {format_size(free)} are free; ask for less (--ctx) or use --kv-type q8"
             )
+    num_blocks = min(num_blocks, _MAX_BLOCKS)
     if not config.max_model_len:
         wanted = min(wanted, num_blocks * BLOCK_SIZE)
     return wanted, num_blocks

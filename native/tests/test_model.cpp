@@ -1,0 +1,254 @@
+// A small model with every kind of phase, so that the sanitizers see steps as the executor runs them.
+#include <doctest/doctest.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+#include "exec/model.h"
+#include "matrices.h"
+#include "tables.h"
+
+namespace caudal::test {
+namespace {
+
+constexpr int kVocab = 70, kWidth = 96, kFfn = 160, kHeads = 6, kKvHeads = 3, kHeadDim = 16, kBlocks = 64;
+
+struct Options {
+  KvType kv = KvType::kF16;
+  int threads = 1, window = 0;
+  int32_t num_blocks = kBlocks;
+  int head_dim = kHeadDim, norm_head_dim = kHeadDim;
+};
+
+// Owns the weights' sources, which unpacked weights read in place.
+class TinyModel {
+ public:
+  TinyModel(const Kernels& kernels, const Options& o)
+      : model_(std::make_shared<ThreadPool>(o.threads, false), kernels.name, packed_bytes()) {
+    const int d = o.head_dim;
+    const ValueId x = model_.add_value(kWidth, false), q = model_.add_value(kHeads * d, false),
+                  k = model_.add_value(kKvHeads * d, false), v = model_.add_value(kKvHeads * d, false),
+                  attended = model_.add_value(kHeads * d, false), y = model_.add_value(kWidth, false),
+                  scaled = model_.add_value(kWidth, false), last = model_.add_value(kWidth, true),
+                  hidden = model_.add_value(kFfn, true), z = model_.add_value(kWidth, true),
+                  logits = model_.add_value(kVocab, true);
+    std::vector<float> inv_freq(static_cast<size_t>(kHeadDim / 2));
+    for (size_t i = 0; i < inv_freq.size(); ++i) inv_freq[i] = 1.0F / static_cast<float>(i * i + 1);
+    const RopeSpec rope{.table = model_.add_rope_table(inv_freq, 1.0F), .style = RopeStyle::kNeox};
+    const NormSpec norm{.kind = NormKind::kRms, .weight = vector(kWidth), .eps = 1e-5F};
+    const NormSpec layer_norm{
+        .kind = NormKind::kLayer, .weight = vector(kWidth), .bias = vector(kWidth), .eps = 1e-5F};
+    const NormSpec head_norm{
+        .kind = NormKind::kRms, .weight = vector(o.norm_head_dim), .eps = 1e-5F, .head_dim = o.norm_head_dim};
+    model_.add_phase(EmbedPhase{weight(QuantType::kF32, kVocab, kWidth, false), x});
+    model_.add_phase(
+        LinearPhase{.input = x,
+                    .norm = norm,
+                    .linears = {{.weight = weight(QuantType::kQ4_1, kHeads * d, kWidth, true), .out = q},
+                                {.weight = weight(QuantType::kQ8_0, kKvHeads * d, kWidth, true),
+                                 .bias = vector(kKvHeads * d),
+                                 .out = k},
+                                {.weight = weight(QuantType::kQ5_0, kKvHeads * d, kWidth, true), .out = v}}});
+    model_.add_phase(AttentionPhase{.q = q,
+                                    .k = k,
+                                    .v = v,
+                                    .out = attended,
+                                    .q_norm = head_norm,
+                                    .k_norm = {},
+                                    .q_rope = rope,
+                                    .k_rope = rope,
+                                    .layer = 0,
+                                    .n_heads = kHeads,
+                                    .n_kv_heads = kKvHeads,
+                                    .head_dim = d,
+                                    .v_head_dim = d,
+                                    .window = o.window,
+                                    .scale = 0.25F,
+                                    .softcap = 0.0F});
+    model_.add_phase(LinearPhase{
+        .input = attended,
+        .linears = {
+            {.weight = weight(QuantType::kQ4_1, kWidth, kHeads * kHeadDim, true), .residual = x, .out = y}}});
+    model_.add_phase(RowOpPhase{.op = RowOp::kScale, .a = y, .b = -1, .out = scaled, .number = 0.5F});
+    model_.add_phase(RowsPhase{scaled, last});
+    model_.add_phase(LinearPhase{.input = last,
+                                 .norm = layer_norm,
+                                 .linears = {{.weight = weight(QuantType::kQ4_1, kFfn, kWidth, true),
+                                              .up_weight = weight(QuantType::kQ8_0, kFfn, kWidth, true),
+                                              .out = hidden}}});
+    model_.add_phase(LinearPhase{
+        .input = hidden,
+        .linears = {{.weight = weight(QuantType::kQ8_0, kWidth, kFfn, true), .residual = last, .out = z}}});
+    model_.add_phase(LinearPhase{
+        .input = z, .linears = {{.weight = weight(QuantType::kF16, kVocab, kWidth, true), .out = logits}}});
+    model_.finish(logits, {.type = o.kv, .num_blocks = o.num_blocks, .layers = {{kKvHeads, d, d}}});
+  }
+
+  Model& model() { return model_; }
+
+ private:
+  static size_t packed_bytes() {
+    return Model::packed_weight_bytes(QuantType::kQ4_1, 1000, kFfn) +
+           Model::packed_weight_bytes(QuantType::kQ8_0, 1000, kFfn);
+  }
+  int weight(QuantType type, int64_t rows, int64_t cols, bool pack) {
+    sources_.push_back(std::make_unique<Matrix>(
+        make_matrix(type, rows, cols, Content::kRandom, static_cast<unsigned>(sources_.size()))));
+    return model_.add_weight(type, rows, cols, sources_.back()->file, pack);
+  }
+  VectorId vector(int64_t n) {
+    const std::vector<float> x = make_rows(1, n, static_cast<unsigned>(n));
+    return model_.add_vector(x);
+  }
+
+  std::vector<std::unique_ptr<Matrix>> sources_;
+  Model model_;
+};
+
+// One sequence's part of a step: its tokens `begin` .. `end`, in blocks of its own.
+struct Part {
+  int sequence, begin, end;
+};
+
+constexpr int kBlocksPerSequence = 20;
+int32_t token(int sequence, int position) { return (sequence * 31 + position * 17 + position / 7) % kVocab; }
+
+struct Step {
+  std::vector<int32_t> token_ids, positions, query_start{0}, seq_lens, block_tables, slots, logits_rows;
+
+  explicit Step(const std::vector<Part>& parts) {
+    for (const Part& p : parts) {
+      // Blocks in descending order, so that neighbours in the sequence are none in memory.
+      const int first = p.sequence * kBlocksPerSequence;
+      for (int b = kBlocksPerSequence - 1; b >= 0; --b) block_tables.push_back(first + b);
+      for (int t = p.begin; t < p.end; ++t) {
+        token_ids.push_back(token(p.sequence, t));
+        positions.push_back(t);
+        slots.push_back((first + kBlocksPerSequence - 1 - t / kKvBlock) * kKvBlock + t % kKvBlock);
+      }
+      query_start.push_back(static_cast<int32_t>(token_ids.size()));
+      seq_lens.push_back(p.end);
+      logits_rows.push_back(static_cast<int32_t>(token_ids.size()) - 1);
+    }
+  }
+  StepInput input() const {
+    return {.token_ids = token_ids,
+            .positions = positions,
+            .query_start = query_start,
+            .seq_lens = seq_lens,
+            .block_tables = block_tables,
+            .slot_mapping = slots,
+            .logits_rows = logits_rows,
+            .block_table_width = kBlocksPerSequence};
+  }
+};
+
+std::vector<float> run(Model& model, const std::vector<Part>& parts) {
+  const Step step(parts);
+  const std::span<const float> logits = model.run(step.input());
+  return {logits.begin(), logits.end()};
+}
+
+std::vector<float> row(const std::vector<float>& logits, size_t i) {
+  const auto at = logits.begin() + static_cast<std::ptrdiff_t>(i * kVocab);
+  return {at, at + kVocab};
+}
+
+}  // namespace
+
+TEST_CASE("a step's results are the same bits with any threads, chunks and neighbours") {
+  for (const Kernels* kernels : all_kernels()) {
+    for (const KvType kv : {KvType::kF16, KvType::kQ8}) {
+      for (const int window : {0, 40, std::numeric_limits<int>::max()}) {
+        CAPTURE(std::string(kernels->name));
+        CAPTURE(window);
+        std::vector<std::vector<float>> alone;  // last logits of each sequence, by the first model
+        for (const int threads : {1, 2, 3}) {
+          TinyModel tiny(*kernels, {.kv = kv, .threads = threads, .window = window});
+          Model& m = tiny.model();
+          const int lengths[] = {601, 45, 300};
+          if (alone.empty()) {
+            for (int s = 0; s < 3; ++s) alone.push_back(run(m, {{s, 0, lengths[s]}}));
+            for (const float x : alone[0]) REQUIRE(std::isfinite(x));
+          }
+          // All at once; then prefill in chunks beside each other, and the last tokens as a decode step.
+          const auto together = run(m, {{2, 0, 300}, {0, 0, 601}, {1, 0, 45}});
+          CHECK(row(together, 0) == alone[2]);
+          CHECK(row(together, 1) == alone[0]);
+          CHECK(row(together, 2) == alone[1]);
+          run(m, {{0, 0, 33}, {1, 0, 44}});
+          run(m, {{2, 0, 299}, {0, 33, 600}});
+          const auto decoded = run(m, {{0, 600, 601}, {1, 44, 45}, {2, 299, 300}});
+          for (size_t s = 0; s < 3; ++s) CHECK(row(decoded, s) == alone[s]);
+          CHECK(run(m, {{0, 600, 601}}) == alone[0]);  // its chunks shared out
+          CHECK(run(m, {{1, 44, 45}}) == alone[1]);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a window beyond all positions is none") {
+  TinyModel none(reference_kernels(), {}),
+      wide(reference_kernels(), {.window = std::numeric_limits<int>::max()}),
+      narrow(reference_kernels(), {.window = 8});
+  const auto want = run(none.model(), {{0, 0, 60}});
+  CHECK(run(wide.model(), {{0, 0, 60}}) == want);
+  CHECK(run(narrow.model(), {{0, 0, 60}}) != want);
+}
+
+TEST_CASE("packing leaves its source alone unless told that it is a mapped file") {
+  const Matrix m = make_matrix(QuantType::kQ8_0, 1024, 1024, Content::kRandom, 5);
+  std::vector<std::byte> source = m.file;
+  Model model(std::make_shared<ThreadPool>(2, false), "reference",
+              Model::packed_weight_bytes(m.type, m.rows, m.cols));
+  model.add_weight(m.type, m.rows, m.cols, source, true);
+  CHECK(source == m.file);
+  CHECK_THROWS_AS(model.add_weight(m.type, m.rows, m.cols, source, true), std::invalid_argument);
+  source.pop_back();
+  CHECK_THROWS_AS(model.add_weight(m.type, m.rows, m.cols, source, false), std::invalid_argument);
+}
+
+TEST_CASE("descriptions that the kernels could not run are refused") {
+  const Kernels& k = reference_kernels();
+  CHECK_THROWS_AS(TinyModel(k, {.norm_head_dim = 2 * kHeadDim}), std::invalid_argument);
+  CHECK_THROWS_AS(TinyModel(k, {.head_dim = 18}), std::invalid_argument);
+  CHECK_THROWS_AS(TinyModel(k, {.head_dim = kMaxHeadDim + 4}), std::invalid_argument);
+  CHECK_THROWS_AS(TinyModel(k, {.num_blocks = -1}), std::invalid_argument);
+  CHECK_THROWS_AS(TinyModel(k, {.num_blocks = std::numeric_limits<int32_t>::max()}), std::invalid_argument);
+}
+
+#ifndef __SANITIZE_ADDRESS__  // which needs the address space for itself
+TEST_CASE("a step for which memory runs out can be followed by others") {
+  TinyModel tiny(reference_kernels(), {});
+  Model& m = tiny.model();
+  const auto want = run(m, {{0, 0, 5}});
+  const Step large({{0, 0, 600}, {1, 0, 600}, {2, 0, 600}});
+  struct rlimit before;
+  REQUIRE(getrlimit(RLIMIT_AS, &before) == 0);
+  struct rlimit none = before;
+  none.rlim_cur = 0;
+  REQUIRE(setrlimit(RLIMIT_AS, &none) == 0);
+  int refused = 0;
+  for (int i = 0; i < 2; ++i) {
+    try {
+      m.run(large.input());
+    } catch (const std::bad_alloc&) {
+      ++refused;
+    }
+  }
+  REQUIRE(setrlimit(RLIMIT_AS, &before) == 0);
+  CHECK(refused == 2);
+  CHECK(run(m, {{0, 0, 5}}) == want);
+  const std::vector<float> logits = run(m, {{0, 0, 600}, {1, 0, 600}, {2, 0, 600}});
+  CHECK(row(logits, 1) == run(m, {{1, 0, 600}}));
+}
+#endif
+
+}  // namespace caudal::test
