@@ -152,6 +152,8 @@ class FakeEngine:
                 await asyncio.sleep(self.delay)
                 for sequence in list(sequences):
                     output = next(sequence)
+                    if self.closed:
+                        output = replace(output, text="", token_ids=(), finish_reason=FinishReason.ABORT)
                     if output.finish_reason is not None:
                         sequences.remove(sequence)
                     yield output

@@ -129,12 +129,23 @@ def test_draining_has_an_end() -> None:
             next(lines)
             start = time.monotonic()
             process.process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(httpx.TransportError):
-                for _ in lines:
-                    pass
-        status, out, _ = process.end()
-        assert (status, out) == (0, "closed True\n")
-        assert time.monotonic() - start < 6
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        assert process.end() == (0, "closed True\n", "")
+        assert 0.5 <= time.monotonic() - start < 3
+
+
+def test_draining_does_not_wait_for_a_request_that_never_comes_whole() -> None:
+    with server(drain_timeout=0.5) as process:
+        host, port = process.url().removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.2)
+            start = time.monotonic()
+            process.process.send_signal(signal.SIGTERM)
+            assert process.end()[:2] == (0, "closed True\n")
+            assert time.monotonic() - start < 8
 
 
 def test_sigterm_while_loading() -> None:

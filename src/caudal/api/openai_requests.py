@@ -18,7 +18,7 @@ MAX_CHOICES = 1024  # prompts times n, in one call
 # with more messages than this, or with tools or variables of any number.
 INLINE_CHARACTERS = 8192
 INLINE_MESSAGES = 64
-# Text to tokenize in one call, for which time and memory of the tokenizer grow, whatever the context length is.
+# Text to tokenize in one call, for which time and memory of the tokenizer grow; more where the context has room for it.
 MAX_CHARACTERS = 4 * 1024**2
 
 
@@ -231,10 +231,16 @@ def _is_token_ids(value: Any) -> TypeGuard[list[int]]:
 # --------------------------------------------------------------------------------------------- prompts
 
 
+def _most_characters(model: ServedModel) -> int | None:
+    """Characters of the longest text that could fit into the context; None: any number."""
+    most = model.tokenizer.max_token_characters
+    return None if most is None else most * model.max_model_len
+
+
 def check_length(model: ServedModel, text: str) -> None:
     """Raises `RequestTooLongError` for a text that cannot fit into the context: tokenizing it would take long."""
-    most = model.tokenizer.max_token_characters
-    if most is not None and len(text) > most * model.max_model_len:
+    most = _most_characters(model)
+    if most is not None and len(text) > most:
         raise RequestTooLongError(
             f"the prompt has {len(text)} characters, which cannot fit into the context of {model.max_model_len} "
             "tokens; shorten the prompt",
@@ -244,11 +250,7 @@ def check_length(model: ServedModel, text: str) -> None:
 
 async def tokenize(model: ServedModel, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
     """Token ids of each text. Long ones are worked on in another thread. Raises a 400 `ApiError` for too much text."""
-    size = sum(map(len, texts))
-    if size > MAX_CHARACTERS:
-        raise ApiError(
-            400, f"The text has {size} characters; one call may have {MAX_CHARACTERS}. Split it.", param="prompt"
-        )
+    size = _checked_size(model, texts, "prompt")
 
     def encode() -> list[list[int]]:
         return [model.tokenizer.encode(text, add_special=add_special) for text in texts]
@@ -258,17 +260,23 @@ async def tokenize(model: ServedModel, texts: Sequence[str], *, add_special: boo
 
 async def tokenize_chat(model: ServedModel, text: str, *, add_special: bool) -> list[int]:
     """Token ids of a rendered template, which writes its special tokens itself. Raises as `tokenize` does."""
-    if len(text) > MAX_CHARACTERS:
-        raise ApiError(
-            400,
-            f"The conversation has {len(text)} characters; one call may have {MAX_CHARACTERS}. Shorten it.",
-            param="messages",
-        )
+    size = _checked_size(model, [text], "messages")
 
     def encode() -> list[int]:
         return model.tokenizer.encode(text) if add_special else model.tokenizer.encode_chat(text)
 
-    return encode() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
+    return encode() if size <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
+
+
+def _checked_size(model: ServedModel, texts: Sequence[str], param: str) -> int:
+    """Characters of all texts. Raises a 400 `ApiError` if one call may not have so many."""
+    size = sum(map(len, texts))
+    most = max(MAX_CHARACTERS, _most_characters(model) or 0)
+    if size > most:
+        raise ApiError(
+            400, f"The text has {size} characters; one call may have {most}. Shorten or split it.", param=param
+        )
+    return size
 
 
 async def render_chat(model: ServedModel, body: ChatBody) -> str:

@@ -33,6 +33,7 @@ from caudal.config import ServerConfig
 from caudal.core import CaudalError
 
 KEEP_ALIVE = 60  # seconds that an idle connection stays open
+ABORT_SECONDS = 3  # after the drain timeout, for aborted requests to send their ends
 CLIENT_GONE = 499  # nobody reads it; the number is nginx's
 
 
@@ -145,9 +146,10 @@ def bind(config: ServerConfig) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn, told to stop by SIGINT and SIGTERM and then to return, so that the process ends with status 0."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
         super().__init__(config)
         self._service = service
+        self._drain_timeout = drain_timeout
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -166,6 +168,14 @@ class _Server(uvicorn.Server):
         self._service.stop()
         super().handle_exit(sig, frame)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests that are not over after `drain_timeout` seconds are aborted, so that their streams end properly."""
+        timer = asyncio.get_running_loop().call_later(self._drain_timeout, self._service.abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     """How Caudal runs uvicorn: no access log, no trust in proxy headers, bounded request heads."""
@@ -180,7 +190,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=math.ceil(config.drain_timeout),
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout) + ABORT_SECONDS,
     )
 
 
@@ -194,7 +204,7 @@ def serve(load: Callable[[], ServedModel], config: ServerConfig, report: Callabl
     sock = bind(config)
     service = Service()
     server_config = uvicorn_config(create_app(service, config), config)
-    server = _Server(server_config, service)
+    server = _Server(server_config, service, config.drain_timeout)
     with sock, asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
         runner.run(_serve(server, service, sock, load, report))
 

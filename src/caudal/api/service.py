@@ -144,6 +144,11 @@ class Service:
         """From now on new requests get 503; running ones go on."""
         self._stopping = True
 
+    def abort(self) -> None:
+        """Ends running requests without waiting for it; call it in an event loop."""
+        if self._model is not None:
+            asyncio.get_running_loop().run_in_executor(None, self._model.engine.close)
+
     @property
     def model(self) -> ServedModel:
         """The served model. Raises a 503 `ApiError` while the server is loading or stopping."""
