@@ -203,8 +203,8 @@ struct Matrix {
   std::ptrdiff_t ahead;  // see prefetch()
 };
 
-// c[r][column + 0 .. 8 C) = (c if kAdd else 0) + sum over the rows i of b of a[r][i] * b[i][column + 0 .. 8
-// C)
+// For the 8 C columns from `column` on:
+// c[r][column] = (c[r][column] if kAdd else 0) + sum over the rows i of b of a[r][i] * b[i][column]
 template <class S, int R, int C, bool kAdd>
 inline void product(const float* const* a, Matrix<S> b, float* const* c, int column) {
   const float* rows[R];

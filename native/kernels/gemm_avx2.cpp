@@ -188,9 +188,9 @@ void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activatio
 
 // ---- Packed weights: one panel of 16 rows x one group of T tokens
 
-// How far ahead of a block the weights are prefetched. Measured on Zen 3 and Zen 4: anything from 1 to 8 KiB
-// gains 5-25 % where a block is used more than twice, and short distances cost up to 20 % where it is used
-// once.
+// How far ahead of a block the weights are prefetched. Measured on one virtual machine with Zen 4 cores:
+// anything from 1 to 8 KiB gains where a block is used more than twice, and short distances cost where it is
+// used once. Other processors may want another distance.
 constexpr size_t kPrefetchAhead = 6144;
 
 template <class Panel>

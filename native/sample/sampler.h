@@ -3,17 +3,14 @@
 //
 // The steps, in order; a neutral parameter switches a step off:
 //  1. Tokens outside `allowed` or `mask`, and those in `banned`, are excluded; `bias` is added.
-//  2. Penalties: repetition (Keskar et al. 2019: positive logits divided, others multiplied) for every token
-//  of the
-//     prompt and the output; then frequency and presence (OpenAI) for those of the output.
-//  3. Temperature below kGreedyTemperature: the largest logit, of equal ones the lowest id. Else divide by
-//  it.
-//  4. top_n_sigma (Tang et al. 2024), min_p, top_k, typical_p (Meister et al. 2023), top_p (Holtzman et al.
-//  2020), each
-//     on what the one before has kept.
-//  5. The first kept token, in the order of ids, at which the running sum of probabilities exceeds u times
-//  their
-//     sum. u comes from Philox4x32-10 with the seed as key and the position as counter.
+//  2. Penalties: repetition (Keskar et al. 2019: positive logits divided, others multiplied) for every
+//     token of the prompt and the output; then frequency and presence (OpenAI) for those of the output.
+//  3. Temperature below kGreedyTemperature: the largest logit, of equal ones the lowest id. Else divide
+//     by it.
+//  4. top_n_sigma (Tang et al. 2024), min_p, top_k, typical_p (Meister et al. 2023), top_p (Holtzman et
+//     al. 2020), each on what the one before has kept.
+//  5. The first kept token, in the order of ids, at which the running sum of probabilities exceeds u
+//     times their sum. u comes from Philox4x32-10 with the seed as key and the position as counter.
 // Log-probabilities are of the raw logits, before step 1.
 #pragma once
 
@@ -47,8 +44,8 @@ struct SamplingRow {
   std::span<const float> bias_values;               // as many as bias_ids
   std::optional<std::span<const int32_t>> allowed;  // none: all
   std::span<const int32_t> banned;
-  std::span<const uint32_t>
-      mask;  // bit i % 32 of word i / 32: token i is allowed; empty: all; what is missing: none
+  // Bit i % 32 of word i / 32: token i is allowed; empty: all; what is missing: none
+  std::span<const uint32_t> mask;
   int32_t num_logprobs = -1;  // -1: none; 0: of the chosen token; k: and of the k best
 };
 // Token ids that are not columns of the logits are ignored wherever they stand.
