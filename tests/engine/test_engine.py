@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -392,10 +393,21 @@ def test_an_id_in_use_an_unknown_adapter_and_bad_parameters_are_refused() -> Non
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0),
         ("max_waiting", -1),
+        ("num_threads", 1025),
+        ("num_threads", 10**400),
+        ("num_threads", True),
+        ("max_model_len", 2**31),
+        ("max_model_len", "10"),
+        ("kv_cache_memory", 1e9),
+        ("max_num_seqs", 10**9),
+        ("max_num_seqs", None),
+        ("max_num_batched_tokens", 10**10),
+        ("kv_type", "q4"),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_settings_out_of_range_are_refused_by_name(name: str, value: int) -> None:
-    with pytest.raises(InvalidSettingError, match=f"{name} must be at least"):
+def test_settings_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidSettingError, match=f"{name} must be "):
         make_engine(**{name: value})
 
 

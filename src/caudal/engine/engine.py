@@ -7,10 +7,11 @@ import secrets
 import time
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from caudal.config import KVType
 from caudal.core import (
     Batch,
     CaudalError,
@@ -86,21 +87,31 @@ class _Step:
     scores: dict[_Generation, list[tuple[int, int]]]  # prompt tokens that get logprobs: (position, the row before it)
 
 
+# Settings that count something: the least and the most. The most are what no machine needs and the arrays still hold.
+_SETTING_RANGES = {
+    "num_threads": (0, 1024),
+    "max_model_len": (0, 2**31 - 1),
+    "kv_cache_memory": (0, 2**62),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**20),
+    "max_waiting": (0, 2**31 - 1),
+}
+
+
 def validate_config(config: EngineConfig) -> None:
     """Raises InvalidSettingError, which names the setting and its range."""
-    for name, least in (
-        ("num_threads", 0),
-        ("max_model_len", 0),
-        ("kv_cache_memory", 0),
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_waiting", 0),
-    ):
-        value: int = getattr(config, name)
+    for name, (least, most) in _SETTING_RANGES.items():
+        value: object = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidSettingError(f"{name} must be an integer, not {value!r}")
         if value < least:
             raise InvalidSettingError(f"{name} must be at least {least}, not {value}")
+        if value > most:
+            raise InvalidSettingError(f"{name} must be at most {most}, not {value}")
     if config.max_model_len == 1:
         raise InvalidSettingError("max_model_len must be at least 2: one token of prompt and one of output")
+    if config.kv_type not in get_args(KVType):
+        raise InvalidSettingError(f"kv_type must be one of {', '.join(get_args(KVType))}, not {config.kv_type!r}")
 
 
 class Engine:
