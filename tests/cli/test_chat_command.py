@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -118,8 +119,20 @@ class Terminal:
         seen, self.text = self.text.split(words, 1)
         return seen
 
-    def exit_code(self):
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def exit_code(self, seconds=30.0):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        pytest.fail("the program did not end")
+
+
+PROMPT = "\x1b[?2004h"  # the line editor has taken the terminal: pasted text is bracketed from now on
+ENTERED = "\x1b[?2004l"  # it has let go
 
 
 def test_a_whole_chat_in_a_terminal(smollm2, tmp_path):
@@ -131,20 +144,25 @@ def test_a_whole_chat_in_a_terminal(smollm2, tmp_path):
         PROMPT_TOOLKIT_NO_CPR="1",  # nothing here answers "where is the cursor?"
     )
     terminal.wait_for("/help")
-    terminal.wait_for(">")
-    terminal.type("/set max_tokens 400\r")
+
+    def enter(line):
+        terminal.wait_for(PROMPT)
+        terminal.type(f"{line}\r")
+        terminal.wait_for(ENTERED)
+
+    enter("/set max_tokens 400")
     terminal.wait_for("max_tokens = 400")
-    terminal.type("Write a very long story about a river.\r")
-    terminal.wait_for("\x1b[?2004l")  # the line editor has let go of the terminal
+    enter("Write a very long story about a river.")
     time.sleep(1.0)
     terminal.type("\x03")
     terminal.wait_for("[stopped]")
-    terminal.type("/set max_tokens 5\r")
+    enter("/set max_tokens 5")
     terminal.wait_for("max_tokens = 5")
-    terminal.type("Say hello.\r")
+    enter("Say hello.")
     terminal.wait_for("tokens/s")
-    terminal.type(f"/save {saved}\r")
+    enter(f"/save {saved}")
     terminal.wait_for("Saved")
+    terminal.wait_for(PROMPT)
     terminal.type("\x04")
     assert terminal.exit_code() == 0
     assert "Say hello." in saved.read_text()
