@@ -310,6 +310,13 @@ WRONG = [
     *[("presence_penalty", v) for v in (-2.1, 2.1, NAN)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN)],
     *[("seed", v) for v in (2**63, -(2**63) - 1, 1.5)],
+    *[
+        (name, v)
+        for name in ("stop", "stop_token_ids", "bad_token_ids", "logit_bias")
+        for v in (None, "the", 5, {1: 1.0})
+    ],
+    *[("logit_bias", v) for v in ((5,), ((1, 2.0, 3.0),), ("ab",))],
+    *[("allowed_token_ids", v) for v in ("the", 5)],
     *[("stop", v) for v in (("",), ("x",) * 17, ("x" * 1025,), (5,))],
     *[("stop_token_ids", v) for v in ((-1,), (V,), (1.0,), (1,) * 129)],
     *[("logit_bias", v) for v in (((V, 1.0),), ((-1, 1.0),), ((1, 101.0),), ((1, NAN),), ((1, -INF),))],

@@ -23,7 +23,7 @@ so a result depends neither on the other requests in the batch nor on how often 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -80,7 +80,14 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
+def _check_collection(name: str, value: object) -> None:
+    """Raise unless it is a tuple or the like. A text would be taken for its characters."""
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise InvalidRequestError(f"{name} must be a tuple, got {type(cast(object, value)).__name__}", name)
+
+
 def _check_token_ids(name: str, token_ids: Collection[object], vocab_size: int, limit: int) -> None:
+    _check_collection(name, token_ids)
     if len(token_ids) > limit:
         raise InvalidRequestError(f"{name} may have at most {limit} entries, got {len(token_ids)}", name)
     for token_id in token_ids:
@@ -120,6 +127,7 @@ def validate(params: SamplingParams, vocab_size: int, max_model_len: int) -> Non
 
 
 def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
+    _check_collection("stop", params.stop)
     if len(params.stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(params.stop)}", "stop")
     for text in cast("tuple[object, ...]", params.stop):
@@ -133,6 +141,10 @@ def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _validate_token_sets(params: SamplingParams, vocab_size: int) -> None:
+    _check_collection("logit_bias", params.logit_bias)
+    for entry in cast("Collection[object]", params.logit_bias):
+        if not isinstance(entry, tuple) or len(cast("tuple[object, ...]", entry)) != 2:
+            raise InvalidRequestError("logit_bias must consist of pairs (token id, bias)", "logit_bias")
     _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size, MAX_LOGIT_BIAS)
     for _, bias in params.logit_bias:
         _check_number("logit_bias", bias, -100, 100)
