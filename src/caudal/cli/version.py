@@ -19,16 +19,19 @@ def command(as_json: bool) -> None:
       caudal version
       caudal version --json
     """
-    import os
     import platform
+
+    from caudal import _native
 
     facts = {
         "caudal": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": _native.usable_cpus(),
+        "isa": [name for name in _native.instruction_sets() if name != "auto"],
     }
     if as_json:
         print_json(facts)
     else:
-        print("\n".join(f"{name:<8}{value}" for name, value in facts.items()))
+        texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
+        print("\n".join(f"{name:<8}{text}" for name, text in texts.items()))
