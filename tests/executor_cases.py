@@ -74,7 +74,7 @@ NATIVE = native_case("native", "auto")
 NATIVE_PLAIN = native_case("native-plain", "reference")
 EXECUTORS = (REFERENCE, NATIVE, NATIVE_PLAIN)
 
-fast_executors = pytest.mark.parametrize("case", (REFERENCE, NATIVE), ids=lambda case: case.name)
+fast_executors = pytest.mark.parametrize("case", [REFERENCE, NATIVE], ids=lambda case: case.name)
 each_executor = pytest.mark.parametrize("case", EXECUTORS, ids=lambda case: case.name)
 
 
