@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= $(shell nproc)
-NATIVE := CMakeLists.txt $(wildcard native/*/*.cpp native/*/*.h)
+CPP := $(wildcard native/*/*.cpp native/*/*.h)
+NATIVE := CMakeLists.txt $(CPP)
 SANITIZED := build/sanitized
 PYTEST_ARGS ?=
 
@@ -35,14 +36,14 @@ model: $(VENV)/.installed  ## Fetch the default model and check its digest
 lint: $(VENV)/.installed $(VENV)/.test $(VENV)/.dev  ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/clang-format --dry-run -Werror $(filter-out CMakeLists.txt,$(NATIVE))
+	@$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard bench/*.cpp)
 	@$(BIN)/pyright
 	@echo "lint: clean"
 
 format: $(VENV)/.dev  ## Format the Python and the C++
 	@$(BIN)/ruff check --quiet --select I --fix .
 	@$(BIN)/ruff format --quiet .
-	@$(BIN)/clang-format -i $(filter-out CMakeLists.txt,$(NATIVE))
+	@$(BIN)/clang-format -i $(CPP) $(wildcard bench/*.cpp)
 
 stubs: $(VENV)/.installed $(VENV)/.dev  ## Write the type stub of the native module anew
 	@$(BIN)/python -m nanobind.stubgen --quiet -m caudal._native -o src/caudal/_native.pyi
