@@ -194,6 +194,72 @@ TEST_CASE("a step's results are the same bits with any threads, chunks and neigh
   }
 }
 
+TEST_CASE("tiles have fewer queries where the partials of many heads over a long context would be large") {
+  const Kernels* kernels = avx2_kernels();
+  if (kernels == nullptr) return;  // the reference takes too long
+  constexpr int kManyHeads = 64, kDim = kMaxHeadDim, kContext = 4000, kIn = 32, kOut = 16;
+  Model m(std::make_shared<ThreadPool>(2, false), kernels->name, 0);
+  std::vector<std::unique_ptr<Matrix>> sources;
+  const auto weight = [&](int64_t rows, int64_t cols) {
+    sources.push_back(std::make_unique<Matrix>(
+        make_matrix(QuantType::kF16, rows, cols, Content::kRandom, static_cast<unsigned>(rows))));
+    return m.add_weight(QuantType::kF16, rows, cols, sources.back()->file, false);
+  };
+  const ValueId x = m.add_value(kIn, false), q = m.add_value(kManyHeads * kDim, false),
+                k = m.add_value(kDim, false), v = m.add_value(kDim, false),
+                y = m.add_value(kManyHeads * kDim, false), out = m.add_value(kOut, false);
+  m.add_phase(EmbedPhase{weight(kVocab, kIn), x});
+  m.add_phase(LinearPhase{.input = x,
+                          .linears = {{.weight = weight(kManyHeads * kDim, kIn), .out = q},
+                                      {.weight = weight(kDim, kIn), .out = k},
+                                      {.weight = weight(kDim, kIn), .out = v}}});
+  m.add_phase(AttentionPhase{.q = q,
+                             .k = k,
+                             .v = v,
+                             .out = y,
+                             .q_norm = {},
+                             .k_norm = {},
+                             .q_rope = {},
+                             .k_rope = {},
+                             .layer = 0,
+                             .n_heads = kManyHeads,
+                             .n_kv_heads = 1,
+                             .head_dim = kDim,
+                             .v_head_dim = kDim,
+                             .window = 0,
+                             .scale = 0.01F,
+                             .softcap = 0.0F});
+  m.add_phase(LinearPhase{.input = y, .linears = {{.weight = weight(kOut, kManyHeads * kDim), .out = out}}});
+  m.finish(out, {.num_blocks = kContext / kKvBlock, .layers = {{1, kDim, kDim}}});
+
+  std::vector<int32_t> table(kContext / kKvBlock);
+  std::iota(table.begin(), table.end(), 0);
+  // The cache before `begin` is what was there: zeros.
+  const auto results = [&](int begin, int end) {
+    std::vector<int32_t> ids, positions;
+    for (int t = begin; t < end; ++t) {
+      ids.push_back(token(0, t));
+      positions.push_back(t);  // and the slots, with this table
+    }
+    const std::vector<int32_t> start{0, end - begin}, length{end};
+    const auto rows = m.run({.token_ids = ids,
+                             .positions = positions,
+                             .query_start = start,
+                             .seq_lens = length,
+                             .block_tables = table,
+                             .slot_mapping = positions,
+                             .logits_rows = {},
+                             .block_table_width = static_cast<int64_t>(table.size())});
+    return std::vector<float>(rows.begin(), rows.end());
+  };
+  const std::vector<float> together = results(kContext - 40, kContext);
+  REQUIRE(together.size() == 40 * kOut);
+  for (int t = 0; t < 40; ++t) {
+    const std::vector<float> one = results(kContext - 40 + t, kContext - 39 + t);
+    CHECK(std::equal(one.begin(), one.end(), together.begin() + t * kOut));
+  }
+}
+
 TEST_CASE("a window beyond all positions is none") {
   TinyModel none(reference_kernels(), {}),
       wide(reference_kernels(), {.window = std::numeric_limits<int>::max()}),
