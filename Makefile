@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= $(shell nproc)
-CPP := $(wildcard native/*/*.cpp native/*/*.h)
+CPP := $(wildcard native/*/*.cpp native/*/*.h native/*/*.inl)
 NATIVE := CMakeLists.txt $(CPP)
 SANITIZED := build/sanitized
 PYTEST_ARGS ?=
