@@ -186,6 +186,9 @@ def test_impossible_requests_are_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate("", GREEDY)
     with pytest.raises(InvalidRequestError, match="temperature"):
         llm.generate("a", SamplingParams(temperature=-1.0))
+    for prompt in (None, 7, b"hi", [True, False], {"a": 1}):
+        with pytest.raises(InvalidRequestError, match="text or"):
+            llm.generate(prompt, GREEDY)  # pyright: ignore[reportArgumentType, reportCallIssue]
     with pytest.raises(InvalidRequestError, match="role"):
         llm.chat([{"content": "a"}])
     with pytest.raises(InvalidRequestError, match="top_p"):

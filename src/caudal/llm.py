@@ -12,7 +12,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from caudal.config import EngineConfig
-from caudal.core import CaudalError, EngineDeadError, Request, RequestOutput, SamplingParams, Timings, TokenLogprobs
+from caudal.core import (
+    CaudalError,
+    EngineDeadError,
+    InvalidRequestError,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Timings,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from caudal.engine.worker import RequestStream
@@ -193,7 +202,12 @@ class LLM:
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(cast("object", prompt), (bytes, bytearray)) or any(isinstance(t, bool) for t in prompt):
+            raise InvalidRequestError("a prompt is text or a list of token ids, not bytes or truth values", "prompt")
+        else:
+            token_ids = prompt
         return Request(uuid.uuid4().hex, tuple(token_ids), params)
 
     def _stream(self, request: Request) -> Generator[RequestOutput]:
@@ -240,6 +254,8 @@ class LLM:
 
 def _is_single(prompts: Prompt | Prompts) -> bool:
     """Text, or token ids. An empty list is no prompts, not a prompt without tokens."""
+    if not isinstance(cast("object", prompts), Sequence):
+        raise InvalidRequestError(f"prompts are text or lists of token ids, not {type(prompts).__name__}", "prompt")
     return isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
 
 
