@@ -6,6 +6,7 @@ bytes are written on the command line as 64MiB, 2GiB or plain numbers (`parse_si
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +25,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"not a size: {text!r}; write for example 64MiB, 2GiB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size == math.inf:
+        raise ValueError("a size beyond all bounds")
+    return int(size)
 
 
 def format_size(num_bytes: float) -> str:

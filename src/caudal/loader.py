@@ -50,13 +50,15 @@ def load(
     from caudal.text.chat import ChatTemplate
     from caudal.text.tokenizer import Tokenizer
 
+    # First what is quick, so that what cannot work is refused at once.
     validate_config(config)
     checkpoint = open_checkpoint(path)
     metadata = checkpoint.metadata
-    # First what is quick, so that a file that cannot work is refused at once.
     tokenizer = Tokenizer.from_gguf(metadata)
     chat_template = ChatTemplate.from_gguf(metadata)
-    running, sampler = _executor(checkpoint, config, executor, progress, tokenizer.vocab_size)
+    running, sampler = open_executor(
+        checkpoint, config, executor, progress=progress, num_token_ids=tokenizer.vocab_size
+    )
     try:
         engine = Engine(running, tokenizer, config, sampler)
     except BaseException:
@@ -73,20 +75,30 @@ def load(
     )
 
 
-def _executor(
+def open_executor(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    kind: ExecutorKind,
-    progress: Callable[[int, int], None] | None,
-    num_token_ids: int,
+    kind: ExecutorKind = "native",
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    num_token_ids: int | None = None,
 ) -> tuple[Executor, Sampler]:
+    """An executor filled with a checkpoint, and the sampler that goes with it.
+
+    `num_token_ids`: of the tokenizer, which the sampler never exceeds; default: as many as there are logits.
+    `progress` and errors as for `load`.
+    """
+    from caudal.engine.engine import validate_config
+
+    validate_config(config)
     if kind == "reference":
         from caudal.engine.sampling import ReferenceSampler
         from caudal.executors.reference import ReferenceExecutor
 
-        return ReferenceExecutor(checkpoint, max_model_len=config.max_model_len), ReferenceSampler(num_token_ids)
+        reference = ReferenceExecutor(checkpoint, max_model_len=config.max_model_len)
+        return reference, ReferenceSampler(num_token_ids or reference.vocab_size)
     from caudal.engine.native_sampling import NativeSampler
     from caudal.executors.native import NativeExecutor
 
     native = NativeExecutor(checkpoint, config, progress=progress)
-    return native, NativeSampler(native.pool, native.isa, num_token_ids)
+    return native, NativeSampler(native.pool, native.isa, num_token_ids or native.vocab_size)

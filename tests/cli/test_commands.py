@@ -143,6 +143,22 @@ def test_logits_are_the_reference_ones(executor, tiny, tmp_path):
     np.testing.assert_allclose(np.load(out), everything[-1], rtol=0, atol=0 if executor == "native" else 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ("logits MODEL --tokens 1 --out o --max-num-batched-tokens 0", "max_num_batched_tokens"),
+        ("logits MODEL --tokens 1 --out o --threads -1 --executor reference", "num_threads"),
+        ("perplexity MODEL MODEL -c 8 --max-num-batched-tokens 0", "max_num_batched_tokens"),
+        ("bench MODEL --threads -1", "num_threads"),
+        ("show MODEL --ctx -5", "max_model_len"),
+    ],
+)
+def test_settings_out_of_range_are_wrong_usage(tiny, tmp_path, arguments, setting):
+    done = caudal(*[tiny if word == "MODEL" else word for word in words(arguments)], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"caudal: {setting} must be at least")
+
+
 def test_tokens_outside_the_vocabulary_are_refused(tiny, tmp_path):
     done = caudal("logits", tiny, "--tokens", "1,99999", "--out", tmp_path / "o")
     assert done.returncode == 1
@@ -155,6 +171,8 @@ def test_show(tiny):
     assert shown["parameters"] == sum(np.prod(t["shape"]) for t in shown["tensors"])
     assert shown["memory"]["total_bytes"] == shown["memory"]["weights_bytes"] + shown["memory"]["kv_cache_bytes"]
     assert shown["memory"]["context"] == 64
+    assert shown["memory"]["file_bytes"] == tiny.stat().st_size
+    assert sum(t["bytes"] for t in shown["tensors"]) == sum(use["bytes"] for use in shown["quantization"])
     half = json.loads(caudal("show", tiny, "--json", "--ctx", "64", "--kv-type", "q8").stdout)
     assert half["memory"]["kv_cache_bytes"] < shown["memory"]["kv_cache_bytes"]
     assert any("attention" in line for line in shown["graph"])

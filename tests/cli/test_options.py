@@ -74,6 +74,7 @@ def test_the_flags_of_serve_that_others_rely_on():
     ("arguments", "complaint"),
     [
         (("--kv-cache-memory", "lots"), "not a size"),
+        (("--kv-cache-memory", "9" * 400), "beyond all bounds"),
         (("--kv-type", "q2"), "'f16', 'q8'"),
         (("--threads", "two"), "not a valid integer"),
     ],

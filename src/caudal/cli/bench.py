@@ -189,23 +189,21 @@ def run_test(executor: Executor, sampler: Sampler, test: Case, step_tokens: int)
 
 def _open(model: str, tests: Sequence[Case], config: EngineConfig) -> tuple[Executor, Sampler]:
     """An executor whose cache holds the largest test, and its sampler."""
-    from caudal import _native
     from caudal.cli.support.models import open_model
-    from caudal.engine.native_sampling import NativeSampler
-    from caudal.executors.lowering import kv_layers
-    from caudal.executors.native import BLOCK_SIZE, NativeExecutor
+    from caudal.engine.engine import validate_config
+    from caudal.executors.lowering import memory_need
+    from caudal.executors.native import BLOCK_SIZE
+    from caudal.loader import open_executor
     from caudal.models import build_program
 
+    validate_config(config)
     checkpoint = open_model(model)
     num_blocks = max(test.batch * -(-test.max_tokens // BLOCK_SIZE) for test in tests)
-    block_bytes = _native.kv_block_bytes(config.kv_type, kv_layers(build_program(checkpoint)[1]))
-    executor = NativeExecutor(
-        checkpoint,
-        replace(
-            config,
-            max_model_len=max(test.max_tokens for test in tests),
-            kv_cache_memory=num_blocks * block_bytes,
-            max_num_seqs=max(test.batch for test in tests),
-        ),
+    need = memory_need(build_program(checkpoint)[1], checkpoint, config.kv_type)
+    sized = replace(
+        config,
+        max_model_len=max(test.max_tokens for test in tests),
+        kv_cache_memory=num_blocks * need.kv_block,
+        max_num_seqs=max(test.batch for test in tests),
     )
-    return executor, NativeSampler(executor.pool, executor.isa, executor.vocab_size)
+    return open_executor(checkpoint, sized)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from caudal.cli.support.options import IntList, engine_options, model_argument, take
 from caudal.config import EngineConfig
 from caudal.core import InvalidRequestError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from caudal.loader import ExecutorKind
 
 
 @click.command(short_help="Write the logits of a token sequence to a file.")
@@ -26,7 +29,12 @@ from caudal.core import InvalidRequestError, UnsupportedModelError
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File to write (.npy).")
 @engine_options("num_threads", "kv_type", "max_num_batched_tokens", "isa")
 def command(
-    model: str, tokens: tuple[int, ...], all_positions: bool, executor: str, out: Path, **settings: Any
+    model: str,
+    tokens: tuple[int, ...],
+    all_positions: bool,
+    executor: ExecutorKind | Literal["pytorch"],
+    out: Path,
+    **settings: Any,
 ) -> None:
     """Compute a sequence of token ids and write its raw logits as a float32 numpy array.
 
@@ -39,13 +47,14 @@ def command(
     """
     import numpy as np
 
-    from caudal.cli.support.models import open_executor, open_model
+    from caudal.cli.support.models import open_model
     from caudal.executors.driver import run_tokens
+    from caudal.loader import open_executor
 
     if executor == "pytorch":
         raise UnsupportedModelError("the pytorch executor is not part of this build; use native or reference")
     config = take(EngineConfig, settings)
-    runner = open_executor(open_model(model), executor, config)
+    runner, _ = open_executor(open_model(model), config, executor)
     try:
         if outside := [token for token in tokens if token >= runner.vocab_size]:
             raise InvalidRequestError(f"--tokens has {outside[0]}; token ids go from 0 to {runner.vocab_size - 1}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from caudal.executors.base import Executor
+    from caudal.loader import ExecutorKind
 
 
 @click.command(short_help="Measure how well a model predicts a text.")
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @engine_options("num_threads", "kv_type", "max_num_batched_tokens", "isa")
 @json_option
 def command(
-    model: str, file: Path, context: int, chunks: int | None, executor: str, as_json: bool, **settings: Any
+    model: str, file: Path, context: int, chunks: int | None, executor: ExecutorKind, as_json: bool, **settings: Any
 ) -> None:
     """Perplexity of the text in FILE, counted as llama-perplexity does.
 
@@ -45,7 +46,8 @@ def command(
     """
     import math
 
-    from caudal.cli.support.models import open_executor, open_model, open_tokenizer
+    from caudal.cli.support.models import open_model, open_tokenizer
+    from caudal.loader import open_executor
 
     if context < 4:
         raise click.BadParameter("must be at least 4", param_hint="-c")
@@ -58,7 +60,7 @@ def command(
         raise InvalidRequestError(f"{file} has {len(token_ids)} tokens; at least {context} are needed (-c)")
     num_chunks = min(num_chunks, chunks or num_chunks)
     config = take(EngineConfig, settings | {"max_model_len": context})
-    runner = open_executor(checkpoint, executor, config)
+    runner, _ = open_executor(checkpoint, config, executor)
     losses: list[NDArray[np.float64]] = []
     try:
         with progress("chunks") as show_progress:

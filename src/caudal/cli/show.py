@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from caudal.cli.support.options import engine_options, json_option, model_argument
+from caudal.cli.support.options import engine_options, json_option, model_argument, take
 from caudal.cli.support.output import print_json, print_table
-from caudal.config import format_size
+from caudal.config import EngineConfig, format_size
 
 if TYPE_CHECKING:
     from caudal.formats import Checkpoint
@@ -25,7 +24,7 @@ LONG_VALUE = 60  # characters of a metadata value that are shown
 @click.option("--graph", is_flag=True, help="Print the recorded program, one op in a line.")
 @engine_options("max_model_len", "kv_type")
 @json_option
-def command(model: str, tensors: bool, graph: bool, max_model_len: int, kv_type: str, as_json: bool) -> None:
+def command(model: str, tensors: bool, graph: bool, as_json: bool, **settings: Any) -> None:
     """Show a model's metadata, its mix of quantizations, and the memory it needs at a context length.
 
     \b
@@ -37,8 +36,12 @@ def command(model: str, tensors: bool, graph: bool, max_model_len: int, kv_type:
     """
     from caudal.cli.support.models import open_model
     from caudal.core import InvalidModelFileError, UnsupportedModelError
+    from caudal.engine.engine import validate_config
+    from caudal.formats import quantization_mix
     from caudal.models import build_program
 
+    engine_config = take(EngineConfig, settings)
+    validate_config(engine_config)
     checkpoint = open_model(model)
     if graph and not as_json:
         print(_graph(checkpoint, build_program(checkpoint)[1]))
@@ -47,15 +50,25 @@ def command(model: str, tensors: bool, graph: bool, max_model_len: int, kv_type:
         "path": str(checkpoint.path),
         "format": checkpoint.format,
         "architecture": checkpoint.metadata.get("general.architecture"),
-        "parameters": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
-        "quantization": _quantization_mix(checkpoint),
+        "parameters": sum(tensor.num_elements for tensor in checkpoint.tensors.values()),
+        "quantization": [
+            {
+                "type": use.quant_type.name,
+                "tensors": use.num_tensors,
+                "parameters": use.num_elements,
+                "bytes": use.num_bytes,
+            }
+            for use in quantization_mix(checkpoint)
+        ],
         "metadata": {key: _short(value) for key, value in checkpoint.metadata.items()},
     }
     try:
         config, program = build_program(checkpoint)
         facts["context_length"] = config.context_length
         facts["vocab_size"] = config.vocab_size
-        facts["memory"] = _memory(checkpoint, program, max_model_len or config.context_length, kv_type)
+        facts["memory"] = _memory(
+            checkpoint, program, engine_config.max_model_len or config.context_length, engine_config.kv_type
+        )
         if graph:
             facts["graph"] = _graph(checkpoint, program).splitlines()
     except (InvalidModelFileError, UnsupportedModelError) as error:
@@ -78,19 +91,6 @@ def _short(value: object) -> object:
     return f"list of {count}"
 
 
-def _quantization_mix(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Tensors, parameters and bytes of each tensor type, the largest first."""
-    mix: dict[str, dict[str, Any]] = {}
-    for tensor in checkpoint.tensors.values():
-        entry = mix.setdefault(
-            tensor.quant_type.name, {"type": tensor.quant_type.name, "tensors": 0, "parameters": 0, "bytes": 0}
-        )
-        entry["tensors"] += 1
-        entry["parameters"] += prod(tensor.shape)
-        entry["bytes"] += tensor.data.nbytes
-    return sorted(mix.values(), key=lambda entry: -entry["bytes"])
-
-
 def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     return [
         {"name": name, "shape": list(t.shape), "type": t.quant_type.name, "bytes": t.data.nbytes}
@@ -106,20 +106,19 @@ def _graph(checkpoint: Checkpoint, program: Program) -> str:
 
 def _memory(checkpoint: Checkpoint, program: Program, num_tokens: int, kv_type: str) -> dict[str, Any]:
     """Bytes that the native executor takes for the weights, and for one sequence that fills the context."""
-    from caudal import _native
-    from caudal.executors.lowering import kv_layers, packed_bytes
+    from caudal.executors.lowering import memory_need
     from caudal.executors.native import BLOCK_SIZE
 
-    block_bytes = _native.kv_block_bytes(kv_type, kv_layers(program))
-    kv_cache_bytes = -(-num_tokens // BLOCK_SIZE) * block_bytes
+    need = memory_need(program, checkpoint, kv_type)
+    kv_cache_bytes = -(-num_tokens // BLOCK_SIZE) * need.kv_block
     return {
         "context": num_tokens,
         "kv_type": kv_type,
-        "file_bytes": checkpoint.num_bytes,
-        "weights_bytes": packed_bytes(program, checkpoint),
+        "file_bytes": checkpoint.file_bytes,
+        "weights_bytes": need.weights,
         "kv_cache_bytes": kv_cache_bytes,
-        "kv_bytes_per_token": block_bytes // BLOCK_SIZE,
-        "total_bytes": packed_bytes(program, checkpoint) + kv_cache_bytes,
+        "kv_bytes_per_token": need.kv_block // BLOCK_SIZE,
+        "total_bytes": need.weights + kv_cache_bytes,
     }
 
 

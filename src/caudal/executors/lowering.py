@@ -30,18 +30,27 @@ def kv_layers(program: Program) -> list[tuple[int, int, int]]:
     ]
 
 
-def packed_bytes(program: Program, checkpoint: Checkpoint) -> int:
-    """Bytes of all weights that get a packed copy."""
-    return sum(_packed_bytes(tensor) for tensor in _matrices(program, checkpoint))
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes of memory that a model takes."""
+
+    packed_weights: int  # copies in the order of the kernels
+    mapped_weights: int  # that every step reads in place, so that they must stay in memory beside the rest
+    kv_block: int  # of one block of the cache, over all layers
+
+    @property
+    def weights(self) -> int:
+        return self.packed_weights + self.mapped_weights
 
 
-def mapped_bytes(program: Program, checkpoint: Checkpoint) -> int:
-    """Bytes of all weights that every step reads in place, so that they must stay in memory beside the rest."""
-    return sum(tensor.data.nbytes for tensor in _matrices(program, checkpoint) if _packed_bytes(tensor) == 0)
-
-
-def _matrices(program: Program, checkpoint: Checkpoint) -> list[HostTensor]:
-    return [checkpoint.tensors[name] for name in {op.weights[0] for op in program.ops if op.kind == "linear"}]
+def memory_need(program: Program, checkpoint: Checkpoint, kv_type: str) -> MemoryNeed:
+    names = {op.weights[0] for op in program.ops if op.kind == "linear"}
+    packed = {name: _packed_bytes(checkpoint.tensors[name]) for name in names}
+    return MemoryNeed(
+        packed_weights=sum(packed.values()),
+        mapped_weights=sum(checkpoint.tensors[name].data.nbytes for name in names if packed[name] == 0),
+        kv_block=_native.kv_block_bytes(kv_type, kv_layers(program)),
+    )
 
 
 def _packed_bytes(tensor: HostTensor) -> int:

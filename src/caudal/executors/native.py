@@ -8,7 +8,7 @@ from caudal import _native
 from caudal.config import EngineConfig, format_size
 from caudal.core import InsufficientMemoryError, UnsupportedModelError
 from caudal.executors.base import KVLayout
-from caudal.executors.lowering import Lowering, Progress, kv_layers, mapped_bytes, packed_bytes
+from caudal.executors.lowering import Lowering, Progress, memory_need
 from caudal.executors.memory import available_memory
 from caudal.graph.passes import early_last_tokens
 from caudal.models import build_program
@@ -62,23 +62,21 @@ class NativeExecutor:
                 f"the instruction set {config.isa!r} is unknown or not available on this CPU; "
                 f"available: {', '.join(_native.instruction_sets())}"
             )
-        weight_bytes = packed_bytes(program, checkpoint)
+        need = memory_need(program, checkpoint, config.kv_type)
         # Blocks of a program without attention take no memory; the arithmetic below wants some.
-        block_bytes = max(1, _native.kv_block_bytes(config.kv_type, kv_layers(program)))
+        block_bytes = max(1, need.kv_block)
         self._max_model_len, num_blocks = _size_cache(
-            config,
-            context_length,
-            block_bytes=block_bytes,
-            weight_bytes=weight_bytes + mapped_bytes(program, checkpoint),
+            config, context_length, block_bytes=block_bytes, weight_bytes=need.weights
         )
         self._kv_layout = KVLayout(BLOCK_SIZE, num_blocks, block_bytes, config.kv_type)
         self.pool = _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
         try:
-            self._model: _native.Model | None = _native.Model(self.pool, config.isa, weight_bytes)
+            self._model: _native.Model | None = _native.Model(self.pool, config.isa, need.packed_weights)
             Lowering(program, checkpoint, self._model, progress).run(kv_type=config.kv_type, num_blocks=num_blocks)
         except MemoryError as error:
+            num_bytes = need.packed_weights + num_blocks * block_bytes
             raise InsufficientMemoryError(
-                f"the system did not give {format_size(weight_bytes + num_blocks * block_bytes)} for weights and cache"
+                f"the system did not give {format_size(num_bytes)} for weights and cache"
             ) from error
         self._vocab_size = self._model.vocab_size
 

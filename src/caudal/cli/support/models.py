@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from caudal.config import EngineConfig
-    from caudal.executors.base import Executor
     from caudal.formats import Checkpoint
     from caudal.llm import LLM
     from caudal.text.tokenizer import Tokenizer
@@ -40,17 +39,6 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     from caudal.text.tokenizer import Tokenizer
 
     return Tokenizer.from_gguf(checkpoint.metadata)
-
-
-def open_executor(checkpoint: Checkpoint, kind: str, config: EngineConfig) -> Executor:
-    """An executor for one sequence at a time, without an engine. kind: native or reference."""
-    if kind == "reference":
-        from caudal.executors.reference import ReferenceExecutor
-
-        return ReferenceExecutor(checkpoint, max_model_len=config.max_model_len)
-    from caudal.executors.native import NativeExecutor
-
-    return NativeExecutor(checkpoint, config)
 
 
 def open_llm(name: str, config: EngineConfig) -> LLM:
