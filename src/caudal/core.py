@@ -207,11 +207,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds since the request arrived, and what the engine spent on it."""
+    """Seconds from the arrival of the request to three moments of one of its sequences."""
 
-    queued: float = 0.0
-    first_token: float = 0.0
-    total: float = 0.0
+    queued: float = 0.0  # its first step; where there was none, its end
+    first_token: float = 0.0  # 0: none came
+    total: float = 0.0  # its end
 
 
 @dataclass(frozen=True, slots=True)

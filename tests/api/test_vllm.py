@@ -103,6 +103,7 @@ def test_metrics_have_vllms_names_and_count() -> None:
             "vllm:request_queue_time_seconds_count",
             "vllm:request_prefill_time_seconds_count",
             "vllm:request_decode_time_seconds_count",
+            "vllm:request_inference_time_seconds_count",
             "vllm:request_prompt_tokens_count",
             "vllm:request_generation_tokens_count",
             "vllm:request_params_n_count",
@@ -125,6 +126,7 @@ def test_metrics_have_vllms_names_and_count() -> None:
         assert seen["vllm:e2e_request_latency_seconds_count", ()] == 7
         assert seen["vllm:request_queue_time_seconds_sum", ()] == pytest.approx(0.7)
         assert seen["vllm:request_prefill_time_seconds_sum", ()] == pytest.approx(0.7)
+        assert seen["vllm:request_inference_time_seconds_sum", ()] == pytest.approx(1.4)
         assert seen["vllm:request_prompt_tokens_count", ()] == 4
         assert seen["vllm:request_generation_tokens_sum", ()] == 31
         assert seen["vllm:request_generation_tokens_bucket", (("le", "1.0"),)] == 1

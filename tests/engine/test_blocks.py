@@ -72,11 +72,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.pool.unpublish([block_id])
             assert self.pool.find(hash) is None
 
-    @rule()
-    def clear_cache(self) -> None:
-        self.pool.clear_cache()
-        assert all(self.pool.find(hash) is None for hash in range(6))
-
     @invariant()
     def free_xor_referenced(self) -> None:
         held = {block_id for table in self.tables for block_id in table}

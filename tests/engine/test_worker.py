@@ -1,4 +1,4 @@
-"""The engine thread: streams, cancellation, slow readers, draining, death."""
+"""The engine thread: streams, cancellation, slow readers, closing, death."""
 
 from __future__ import annotations
 
@@ -283,38 +283,20 @@ def test_a_full_queue_is_an_error_in_the_stream() -> None:
     engine.close()
 
 
-def test_draining_finishes_the_old_and_refuses_the_new() -> None:
-    engine, executor = start()
-    executor.delay = 0.002
-    r = request("a", [1], max_tokens=30, ignore_eos=True)
-
-    async def main() -> Collected:
-        reading = asyncio.create_task(read(engine, r))
-        await asyncio.sleep(0.01)
-        draining = asyncio.create_task(asyncio.to_thread(engine.drain, 30))
-        await asyncio.sleep(0.01)
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            engine.generate(request("b", [1]))
-        assert await draining
-        return await reading
-
-    assert asyncio.run(main()).tokens["a", 0] == expected(r)
-    engine.close()
-    assert executor.closed
-
-
-def test_draining_gives_up_and_closing_aborts() -> None:
+def test_closing_aborts_and_refuses_the_new() -> None:
     engine, executor = start()
     executor.delay = 0.005
 
     async def main() -> Collected:
         reading = asyncio.create_task(read(engine, request("a", [1], max_tokens=200, ignore_eos=True)))
         await asyncio.sleep(0.02)
-        assert not await asyncio.to_thread(engine.drain, 0.02)
         await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            engine.generate(request("b", [1]))
         return await reading
 
     assert asyncio.run(main()).reason("a") is FinishReason.ABORT
+    assert executor.closed
     engine.close()
     assert not any(thread.name == "caudal-engine" for thread in threading.enumerate())
 

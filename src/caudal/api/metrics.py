@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from caudal.core import FinishReason, Request, RequestOutput
+
+if TYPE_CHECKING:
+    from caudal.engine.worker import EngineStats
 
 # vLLM's buckets: seconds
 FIRST_TOKEN = (
@@ -31,31 +34,6 @@ REQUEST = (
 )  # fmt: skip
 # vLLM's buckets: numbers
 NUM_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
-
-
-class EngineStats(Protocol):
-    """What a scrape reads of the engine; `engine.worker.EngineStats` has it."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def kv_cache_usage(self) -> float: ...
-    @property
-    def prefix_cache_queries(self) -> int: ...
-    @property
-    def prefix_cache_hits(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def generation_tokens(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
 
 
 def one_two_five(limit: int) -> tuple[float, ...]:
@@ -119,6 +97,9 @@ class Metrics(Collector):
         self.queue_time = histogram("request_queue_time_seconds", "Waiting before the first step.", REQUEST)
         self.prefill_time = histogram(
             "request_prefill_time_seconds", "From the first step to the first token.", REQUEST
+        )
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", REQUEST
         )
         self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST)
         self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
@@ -235,3 +216,4 @@ class RequestTracker:
         if output.timings is not None:
             metrics.queue_time.observe(output.timings.queued)
             metrics.prefill_time.observe(output.timings.first_token - output.timings.queued)
+            metrics.inference_time.observe(output.timings.total - output.timings.queued)

@@ -11,11 +11,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from caudal.api.errors import unavailable
-from caudal.api.metrics import EngineStats, Metrics, RequestTracker
+from caudal.api.metrics import Metrics, RequestTracker
 from caudal.core import ModelNotFoundError, Request, RequestOutput
+
+if TYPE_CHECKING:
+    from caudal.engine.worker import EngineStats
 
 
 class OutputStream(Protocol):

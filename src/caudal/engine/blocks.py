@@ -121,11 +121,6 @@ class BlockPool:
         for block_id in block_ids:
             self._forget(self._blocks[block_id])
 
-    def clear_cache(self) -> None:
-        """Make the content of all blocks unfindable. References stay."""
-        for block_id in list(self._by_hash.values()):
-            self._forget(self._blocks[block_id])
-
     def _forget(self, block: Block) -> None:
         if block.hash is not None:
             del self._by_hash[block.hash]

@@ -128,7 +128,7 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    drain: bool  # finish what there is; otherwise abort it
+    """Abort what there is and end."""
 
 
 class AsyncEngine:
@@ -149,7 +149,6 @@ class AsyncEngine:
         self._stats = engine.stats
         # Below: only the engine thread.
         self._consumers: dict[str, _Consumer] = {}
-        self._draining = False
         self._thread.start()
         atexit.register(self.close)  # or the interpreter would end under a running step
 
@@ -190,16 +189,11 @@ class AsyncEngine:
         """End a request before the next step; its sequences end with FinishReason.ABORT. Unknown ids are ignored."""
         self._inbox.put(_Abort(request_id))
 
-    def drain(self, timeout: float) -> bool:
-        """Take no more requests and wait until the others are over, which frees the model; False if they are not over
-        after `timeout` seconds. Blocks: in an event loop use `asyncio.to_thread`."""
-        self._stop_thread(drain=True)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
     def close(self) -> None:
         """Abort all requests, end the thread and free the model. Blocks for at most a step. Idempotent."""
-        self._stop_thread(drain=False)
+        with self._lock:
+            self._refusal = self._refusal or "the engine is shutting down and takes no more requests"
+            self._inbox.put(_Stop())
         if threading.current_thread() is not self._thread:  # the garbage collector calls from anywhere
             self._thread.join()
         atexit.unregister(self.close)
@@ -212,11 +206,6 @@ class AsyncEngine:
                 raise EngineDeadError(self._refusal)
             self._inbox.put(_Add(consumer))
         return consumer
-
-    def _stop_thread(self, *, drain: bool) -> None:
-        with self._lock:
-            self._refusal = self._refusal or "the engine is shutting down and takes no more requests"
-            self._inbox.put(_Stop(drain))
 
     # ---------------------------------------------------------------------------------- in the engine thread
 
@@ -234,11 +223,8 @@ class AsyncEngine:
     def _obey(self) -> bool:
         """Carry out the orders in the inbox; waits for one if there is nothing else to do. False: end the thread."""
         while True:
-            idle = not self._engine.has_work
-            if idle and self._draining and self._inbox.empty():
-                return False
             try:
-                order = self._inbox.get(block=idle)
+                order = self._inbox.get(block=not self._engine.has_work)
             except Empty:
                 return True
             match order:
@@ -247,12 +233,10 @@ class AsyncEngine:
                 case _Abort(request_id, consumer):
                     if consumer is None or self._consumers.get(request_id) is consumer:
                         self._dispatch(self._engine.abort(request_id))
-                case _Stop(drain):
-                    if not drain:
-                        for request_id in list(self._consumers):
-                            self._dispatch(self._engine.abort(request_id))
-                        return False
-                    self._draining = True
+                case _Stop():
+                    for request_id in list(self._consumers):
+                        self._dispatch(self._engine.abort(request_id))
+                    return False
 
     def _add(self, consumer: _Consumer) -> None:
         try:
