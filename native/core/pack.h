@@ -5,8 +5,8 @@
 
 namespace caudal {
 
-// True where a packed layout with fused kernels exists (Q4_1, Q8_0); other types are used as they lie in the
-// file.
+// True where a packed layout with fused kernels exists (Q4_0 to Q8_0, Q4_K to Q6_K); other types are used as
+// they lie in the file.
 bool has_packed_layout(QuantType type);
 
 // Bytes of one packed panel of 16 rows x cols. `cols` fills whole blocks.

@@ -111,25 +111,86 @@ static_assert(sizeof(BlockQ5_1) == 24 && sizeof(BlockQ8_0) == 34 && sizeof(Block
 static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ4_K) == 144);
 static_assert(sizeof(BlockQ5_K) == 176 && sizeof(BlockQ6_K) == 210 && sizeof(BlockIQ4_XS) == 136);
 
-// ---- Packed weights: 16 rows x 32 columns (k). A panel is one such block after another in ascending k.
-// A line holds the same 4 bytes of k of 16 rows, so that a vector lane is a row and one broadcast of 4
-// activations serves all of them.
+// ---- Packed weights: 16 rows x one block of columns (k), with the bits of the file's blocks in another
+// order. A panel is one such block after another in ascending k. A line holds the same 4 numbers of k of 16
+// rows, so that a vector lane is a row and one broadcast of 4 activations serves all of them.
+
+// The low four bits of 32 columns. Line j: low nibbles are k = 4j..4j+3, high nibbles k = 16+4j..16+4j+3.
+using NibbleLines = uint8_t[4][16][4];
+// The fifth bits of 32 columns: bit j of byte i of a row is k = 4j+i.
+using FifthBitLine = uint8_t[16][4];
+
+struct PanelQ4_0 {
+  uint16_t d[16];
+  NibbleLines codes;
+};
 struct PanelQ4_1 {
   uint16_t d[16], m[16];
-  uint8_t codes[4][16][4];  // line j: low nibbles are k = 4j..4j+3, high nibbles k = 16+4j..16+4j+3
+  NibbleLines codes;
+};
+struct PanelQ5_0 {
+  uint16_t d[16];
+  FifthBitLine high;
+  NibbleLines codes;
+};
+struct PanelQ5_1 {
+  uint16_t d[16], m[16];
+  FifthBitLine high;
+  NibbleLines codes;
 };
 struct PanelQ8_0 {
   uint16_t d[16];
   int8_t codes[8][16][4];  // line j: k = 4j..4j+3
 };
-static_assert(sizeof(PanelQ4_1) == 320 && sizeof(PanelQ8_0) == 544);
 
-// ---- Quantized activations: 32 columns of a group of T tokens. A group is one such block after another.
+// The 6-bit scales and mins of 8 parts of 32 columns.
+struct ScalesMins {
+  uint8_t low[8][16];  // of part i: the low four bits of scale and min (the high nibble)
+  uint8_t high[4]
+              [16];  // low nibbles: the upper two bits of scale and min of part i; high nibbles: of part 4+i
+};
+struct PanelQ4_K {
+  uint16_t d[16], dmin[16];
+  ScalesMins parts;
+  NibbleLines codes[8];
+};
+struct PanelQ5_K {
+  uint16_t d[16], dmin[16];
+  ScalesMins parts;
+  FifthBitLine high[8];
+  NibbleLines codes[8];
+};
+struct PanelQ6_K {
+  uint16_t d[16];
+  int8_t scales[16][16];
+  uint8_t high[8][2][16][4];  // of 32 columns: bits 2j and 2j+1 of byte i of line h are k = 16h+4j+i
+  NibbleLines codes[8];
+};
+static_assert(sizeof(PanelQ4_0) == 16 * sizeof(BlockQ4_0) && sizeof(PanelQ4_1) == 16 * sizeof(BlockQ4_1));
+static_assert(sizeof(PanelQ5_0) == 16 * sizeof(BlockQ5_0) && sizeof(PanelQ5_1) == 16 * sizeof(BlockQ5_1));
+static_assert(sizeof(PanelQ8_0) == 16 * sizeof(BlockQ8_0) && sizeof(PanelQ4_K) == 16 * sizeof(BlockQ4_K));
+static_assert(sizeof(PanelQ5_K) == 16 * sizeof(BlockQ5_K) && sizeof(PanelQ6_K) == 16 * sizeof(BlockQ6_K));
+
+// ---- Quantized activations: 32 or 256 columns of a group of T tokens. A group is one such block after
+// another.
+//
+// `pairs` holds the sums of the codes with k % 4 < 2 and of those with k % 4 >= 2, times the negative centre
+// of the weights' codes. A 16-bit sum that starts there becomes the sum over centred codes, which is small
+// enough for 16 bits: 16 * 16 * 127 for 5-bit codes over 32 columns, 8 * 32 * 127 for 6-bit codes over 16
+// columns.
 template <int T>
 struct BlockA8 {
   int8_t codes[8][T][4];  // [k / 4][token][k % 4], -127..127
+  int16_t pairs[T][2];    // times -8
   float scale[T];
   float sum[T];  // scale * (sum of the codes)
+};
+template <int T>
+struct BlockA8K {
+  int8_t codes[64][T][4];   // as in BlockA8
+  int16_t pairs[16][T][2];  // of each 16 columns, times -16
+  int16_t sums[4][T][2];    // of the codes of columns 64i..64i+31 and 64i+32..64i+63
+  float scale[T];
 };
 template <int T>
 struct BlockA16 {
@@ -138,7 +199,8 @@ struct BlockA16 {
   int16_t codes[8][2][T][2];  // -32767..32767
   float scale[T];
 };
-static_assert(sizeof(BlockA8<4>) == 160 && sizeof(BlockA8<1>) == 40);
+static_assert(sizeof(BlockA8<4>) == 176 && sizeof(BlockA8<1>) == 44);
+static_assert(sizeof(BlockA8K<4>) == 1360 && sizeof(BlockA8K<1>) == 340);
 static_assert(sizeof(BlockA16<4>) == 272 && sizeof(BlockA16<1>) == 68);
 
 }  // namespace caudal

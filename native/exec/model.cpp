@@ -278,7 +278,7 @@ void Model::finish(ValueId output, CacheShape cache) {
         }
         p.uses[static_cast<int>(act_kind(w))] = true;
       }
-      for (int k = 0; k < 3; ++k) {
+      for (int k = 0; k < kNumActKinds; ++k) {
         if (p.uses[k]) max_cols_[k] = std::max(max_cols_[k], p.cols);
       }
       plan_segments(p);
@@ -357,8 +357,8 @@ void Model::finish(ValueId output, CacheShape cache) {
     // The pieces start at different offsets within a page: buffers at equal offsets modulo 4096 evict one
     // another.
     const size_t pad = 64 * 5;
-    size_t total = kernel_bytes + pad, acts[3];
-    for (int k = 0; k < 3; ++k) {
+    size_t total = kernel_bytes + pad, acts[kNumActKinds];
+    for (int k = 0; k < kNumActKinds; ++k) {
       acts[k] = max_cols_[k] == 0 ? 0 : activation_group_bytes(static_cast<ActKind>(k), max_cols_[k]) + pad;
       total += acts[k];
     }
@@ -373,7 +373,7 @@ void Model::finish(ValueId output, CacheShape cache) {
       return result;
     };
     s.kernel = take(kernel_bytes + pad);
-    for (int k = 0; k < 3; ++k) s.acts[k] = take(acts[k]);
+    for (int k = 0; k < kNumActKinds; ++k) s.acts[k] = take(acts[k]);
     s.rows = reinterpret_cast<float*>(take(row_bytes));
     s.key = reinterpret_cast<float*>(take(key_bytes));
     for (float*& t : s.tile) t = reinterpret_cast<float*>(take(tile_floats * sizeof(float) + pad));
@@ -449,7 +449,7 @@ void Model::reserve(int64_t tokens, int64_t logits_rows) {
     }
     rope_memory_ = Region(static_cast<size_t>(tokens) * rope_floats_ * sizeof(float) + 64);
     rotated_ = Region(static_cast<size_t>(tokens * max_heads_width_) * sizeof(float) + 64);
-    for (int k = 0; k < 3; ++k) {
+    for (int k = 0; k < kNumActKinds; ++k) {
       if (max_cols_[k] == 0) continue;
       shared_acts_[k] = Region(static_cast<size_t>(groups_of(tokens)) *
                                activation_group_bytes(static_cast<ActKind>(k), max_cols_[k]));
@@ -629,8 +629,8 @@ void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loo
   // Normalizing and quantizing one group costs less than a barrier, so with one group every thread does it
   // for itself.
   const bool shared = groups > 1;
-  Activations acts[3];
-  for (int k = 0; k < 3; ++k) {
+  Activations acts[kNumActKinds];
+  for (int k = 0; k < kNumActKinds; ++k) {
     if (!p.uses[k]) continue;
     acts[k] = {.kind = static_cast<ActKind>(k),
                .tokens = tokens,
@@ -646,7 +646,7 @@ void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loo
         normalize(ph.norm, x + t * cols, cols, scratch.rows + (t - t0) * cols);
       from = scratch.rows - t0 * cols;  // prepare() counts rows from token 0
     }
-    for (int k = 0; k < 3; ++k) {
+    for (int k = 0; k < kNumActKinds; ++k) {
       if (p.uses[k]) kernels_.prepare(from, static_cast<size_t>(cols), g, g + 1, acts[k]);
     }
   };

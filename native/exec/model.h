@@ -155,8 +155,8 @@ class Model {
   struct PlannedPhase {
     Phase phase;
     std::vector<Segment> segments;
-    bool uses[3] = {false, false, false};  // activation kinds
-    int64_t cols = 0;                      // input width of a LinearPhase
+    bool uses[kNumActKinds] = {};  // by ActKind
+    int64_t cols = 0;              // input width of a LinearPhase
   };
   struct Tile {  // up to kMaxQueriesPerCall queries of one sequence
     int seq, token, n, first_position, chunk1;
@@ -168,8 +168,8 @@ class Model {
     float* rows = nullptr;  // kTokenGroup normalized rows
     float* tile[2] = {};    // outputs of a gated pair
     std::byte* kernel = nullptr;
-    std::byte* acts[3] = {};
-    float* key = nullptr;  // one normalized and rotated key
+    std::byte* acts[kNumActKinds] = {};  // by ActKind: one group
+    float* key = nullptr;                // one normalized and rotated key
     std::vector<float> partials;
   };
 
@@ -230,8 +230,8 @@ class Model {
     Region memory;
   };
   std::vector<Slot> slots_;
-  Region rope_memory_, rotated_, shared_acts_[3];
-  int64_t max_heads_width_ = 0, max_cols_[3] = {0, 0, 0}, max_norm_cols_ = 0;
+  Region rope_memory_, rotated_, shared_acts_[kNumActKinds];
+  int64_t max_heads_width_ = 0, max_cols_[kNumActKinds] = {}, max_norm_cols_ = 0;
   std::vector<Scratch> scratch_;
   int64_t token_capacity_ = 0, logits_capacity_ = 0;
 

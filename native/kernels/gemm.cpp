@@ -12,6 +12,9 @@ size_t activation_group_bytes(ActKind kind, int64_t cols) {
     case ActKind::kA8:
       bytes = blocks * sizeof(BlockA8<kTokenGroup>);
       break;
+    case ActKind::kA8K:
+      bytes = static_cast<size_t>(cols / kSuperBlock) * sizeof(BlockA8K<kTokenGroup>);
+      break;
     case ActKind::kA16:
       bytes = blocks * sizeof(BlockA16<kTokenGroup>);
       break;

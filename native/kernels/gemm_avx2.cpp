@@ -6,6 +6,7 @@
 
 #include <immintrin.h>
 
+#include <concepts>
 #include <cstring>
 
 #include "kernels/fill.h"
@@ -46,315 +47,12 @@ int group_tokens(const Activations& x, int64_t group) {
   return _mm256_set1_epi32(v);
 }
 
-// ---- Activations
+#include "kernels/gemm_prepare_avx2.inl"
 
-// Quantizes 32 numbers to integers in -max_code..max_code; sets the scale.
-struct QuantizedBlock {
-  __m256i codes[4];  // 8 numbers each
-  float scale;
-};
+// ---- Packed weights
 
-[[gnu::always_inline]] inline QuantizedBlock quantize(const float* x, float max_code) {
-  QuantizedBlock q;
-  __m256 v[4];
-  CAUDAL_UNROLL for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(x + 8 * i);
-  // The bits of magnitudes order like the magnitudes, with infinity and NaN on top (a float maximum may lose
-  // NaN).
-  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-  __m256i m[4];
-  CAUDAL_UNROLL for (int i = 0; i < 4; ++i) m[i] = _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude);
-  const __m256i m8 = _mm256_max_epi32(_mm256_max_epi32(m[0], m[1]), _mm256_max_epi32(m[2], m[3]));
-  __m128i m4 = _mm_max_epi32(_mm256_castsi256_si128(m8), _mm256_extracti128_si256(m8, 1));
-  m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, _MM_SHUFFLE(1, 0, 3, 2)));
-  m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, _MM_SHUFFLE(2, 3, 0, 1)));
-  const float max = _mm_cvtss_f32(_mm_castsi128_ps(m4));
-  if (!(max < __builtin_inff()) || max < kTinyBlock) {
-    q.scale = max < kTinyBlock ? 0.0F : __builtin_nanf("");
-    CAUDAL_UNROLL for (int i = 0; i < 4; ++i) q.codes[i] = _mm256_setzero_si256();
-    return q;
-  }
-  q.scale = max * (1.0F / max_code);
-  const __m256 inverse = _mm256_set1_ps(max_code / max);
-  CAUDAL_UNROLL for (int i = 0; i < 4; ++i) q.codes[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-  return q;
-}
-
-// v[t] holds 8 dwords of token t; writes them as [8][T].
-template <int T>
-[[gnu::always_inline]] inline void store_interleaved(const __m256i (&v)[T], void* out) {
-  auto* to = static_cast<__m256i*>(out);
-  if constexpr (T == 1) {
-    _mm256_storeu_si256(to, v[0]);
-  } else if constexpr (T == 2) {
-    const __m256i k0145 = _mm256_unpacklo_epi32(v[0], v[1]), k2367 = _mm256_unpackhi_epi32(v[0], v[1]);
-    _mm256_storeu_si256(to + 0, _mm256_permute2x128_si256(k0145, k2367, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(k0145, k2367, 0x31));
-  } else if constexpr (T == 4) {
-    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
-    const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
-    const __m256i k04 = _mm256_unpacklo_epi64(a, c), k15 = _mm256_unpackhi_epi64(a, c);
-    const __m256i k26 = _mm256_unpacklo_epi64(b, d), k37 = _mm256_unpackhi_epi64(b, d);
-    _mm256_storeu_si256(to + 0, _mm256_permute2x128_si256(k04, k15, 0x20));
-    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(k26, k37, 0x20));
-    _mm256_storeu_si256(to + 2, _mm256_permute2x128_si256(k04, k15, 0x31));
-    _mm256_storeu_si256(to + 3, _mm256_permute2x128_si256(k26, k37, 0x31));
-  } else {
-    alignas(32) int32_t dwords[T][8];
-    for (int t = 0; t < T; ++t) _mm256_store_si256(reinterpret_cast<__m256i*>(dwords[t]), v[t]);
-    auto* bytes = static_cast<std::byte*>(out);
-    for (int k = 0; k < 8; ++k) {
-      for (int t = 0; t < T; ++t) std::memcpy(bytes + 4 * (k * T + t), &dwords[t][k], 4);
-    }
-  }
-}
-
-template <int T>
-void prepare_a8(const float* x, size_t ldx, int64_t cols, std::byte* group) {
-  auto* blocks = reinterpret_cast<BlockA8<T>*>(group);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), ones = _mm256_set1_epi16(1);
-  for (int64_t b = 0; b < cols / kBlock; ++b) {
-    __m256i codes[T];
-    for (int t = 0; t < T; ++t) {
-      const QuantizedBlock q = quantize(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA8);
-      // Packing works on 128-bit halves and leaves the dwords in the order 0 2 4 6 1 3 5 7.
-      const __m256i low = _mm256_packs_epi32(q.codes[0], q.codes[1]);
-      const __m256i high = _mm256_packs_epi32(q.codes[2], q.codes[3]);
-      codes[t] = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-      const __m256i sums = _mm256_madd_epi16(_mm256_add_epi16(low, high), ones);
-      __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-      sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, _MM_SHUFFLE(1, 0, 3, 2)));
-      sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, _MM_SHUFFLE(2, 3, 0, 1)));
-      blocks[b].scale[t] = q.scale;
-      blocks[b].sum[t] = q.scale * static_cast<float>(_mm_cvtsi128_si32(sum));
-    }
-    store_interleaved<T>(codes, blocks[b].codes);
-  }
-}
-
-template <int T>
-void prepare_a16(const float* x, size_t ldx, int64_t cols, std::byte* group) {
-  auto* blocks = reinterpret_cast<BlockA16<T>*>(group);
-  // Inside each 4 numbers: 0 1 2 3 -> 0 2 1 3.
-  const __m256i pairs = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
-                                         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-  for (int64_t b = 0; b < cols / kBlock; ++b) {
-    __m256i first[T], second[T];  // numbers 0..15 and 16..31
-    for (int t = 0; t < T; ++t) {
-      const QuantizedBlock q = quantize(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA16);
-      // Packing works on 128-bit halves: put the 64-bit parts back in order.
-      const __m256i low = _mm256_packs_epi32(q.codes[0], q.codes[1]);
-      const __m256i high = _mm256_packs_epi32(q.codes[2], q.codes[3]);
-      first[t] = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(low, _MM_SHUFFLE(3, 1, 2, 0)), pairs);
-      second[t] = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(high, _MM_SHUFFLE(3, 1, 2, 0)), pairs);
-      blocks[b].scale[t] = q.scale;
-    }
-    store_interleaved<T>(first, blocks[b].codes[0]);
-    store_interleaved<T>(second, blocks[b].codes[4]);
-  }
-}
-
-void prepare_f32(const float* x, size_t ldx, int64_t cols, int tokens, std::byte* group) {
-  auto* rows = reinterpret_cast<float*>(group);
-  const auto used = static_cast<size_t>(cols), padded = (used + 15) / 16 * 16;
-  for (int t = 0; t < tokens; ++t) {
-    std::memcpy(rows, x + static_cast<size_t>(t) * ldx, used * sizeof(float));
-    std::memset(rows + used, 0, (padded - used) * sizeof(float));
-    rows += padded;
-  }
-}
-
-using Prepare = void (*)(const float* x, size_t ldx, int64_t cols, std::byte* group);
-constexpr Prepare kPrepareA8[] = {prepare_a8<1>, prepare_a8<2>, prepare_a8<3>, prepare_a8<4>};
-constexpr Prepare kPrepareA16[] = {prepare_a16<1>, prepare_a16<2>, prepare_a16<3>, prepare_a16<4>};
-
-void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activations& out) {
-  for (int64_t g = g0; g < g1; ++g) {
-    const float* from = x + static_cast<size_t>(g) * kTokenGroup * ldx;
-    std::byte* to = out.data + static_cast<size_t>(g) * out.group_bytes;
-    const int tokens = group_tokens(out, g);
-    switch (out.kind) {
-      case ActKind::kF32:
-        prepare_f32(from, ldx, out.cols, tokens, to);
-        break;
-      case ActKind::kA8:
-        kPrepareA8[tokens - 1](from, ldx, out.cols, to);
-        break;
-      case ActKind::kA16:
-        kPrepareA16[tokens - 1](from, ldx, out.cols, to);
-        break;
-    }
-  }
-}
-
-// ---- Packed weights: one panel of 16 rows x one group of T tokens
-
-// How far ahead of a block the weights are prefetched. Measured on one virtual machine with Zen 4 cores:
-// anything from 1 to 8 KiB gains where a block is used more than twice, and short distances cost where it is
-// used once. Other processors may want another distance.
-constexpr size_t kPrefetchAhead = 6144;
-
-template <class Panel>
-[[gnu::always_inline]] inline void prefetch(const Panel* block) {
-  CAUDAL_UNROLL for (size_t i = 0; i < sizeof(Panel); i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(block) + kPrefetchAhead + i, _MM_HINT_T0);
-  }
-}
-
-// The sums of T tokens x 16 rows. Up to two tokens they stay in registers. With more there is no room for
-// them beside the integer sums, so they live in memory (the first-level cache).
-template <int T>
-struct Sums {
-  static constexpr bool kInMemory = T > 2;
-  __m256 registers[2][kInMemory ? 1 : T];
-  alignas(32) float memory[2][T][8];
-
-  [[gnu::always_inline]] inline void clear() {
-    CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-      CAUDAL_UNROLL for (int t = 0; t < T; ++t) set(r, t, _mm256_setzero_ps());
-    }
-  }
-  [[gnu::always_inline]] inline __m256 get(int r, int t) const {
-    if constexpr (kInMemory)
-      return _mm256_load_ps(memory[r][t]);
-    else
-      return registers[r][t];
-  }
-  [[gnu::always_inline]] inline void set(int r, int t, __m256 v) {
-    if constexpr (kInMemory)
-      _mm256_store_ps(memory[r][t], v);
-    else
-      registers[r][t] = v;
-  }
-  [[gnu::always_inline]] inline void write(float* out, size_t ldo) const {
-    CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-      CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-        _mm256_storeu_ps(out + static_cast<size_t>(t) * ldo + 8 * r, get(r, t));
-      }
-    }
-  }
-};
-
-template <int T, bool kPrefetch>
-void tile_q4_1(const PanelQ4_1* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
-  const auto* x = reinterpret_cast<const BlockA8<T>*>(group);
-  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  Sums<T> sums;
-  sums.clear();
-  for (int64_t b = 0; b < blocks; ++b, ++w, ++x) {
-    if constexpr (kPrefetch) prefetch(w);
-    __m256i sum[2][T];  // 16-bit sums of 8 products each
-    CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
-      __m256i line[2];
-      CAUDAL_UNROLL for (int r = 0; r < 2; ++r) line[r] = load(w->codes[j][8 * r]);
-      CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
-        __m256i codes[2];
-        CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-          codes[r] = _mm256_and_si256(h == 0 ? line[r] : _mm256_srli_epi16(line[r], 4), nibble);
-          pin(codes[r]);
-        }
-        CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-          const __m256i act = broadcast4(x->codes[j + 4 * h][t]);
-          CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-            const __m256i product = _mm256_maddubs_epi16(codes[r], act);
-            sum[r][t] = j + h == 0 ? product : _mm256_add_epi16(sum[r][t], product);
-            pin(sum[r][t]);
-          }
-        }
-      }
-    }
-    CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-      const __m256 d = load_halves(w->d + 8 * r), m = load_halves(w->m + 8 * r);
-      CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-        const __m256 scale = _mm256_mul_ps(d, _mm256_broadcast_ss(&x->scale[t]));
-        const __m256 codes = _mm256_cvtepi32_ps(_mm256_madd_epi16(sum[r][t], ones));
-        const __m256 total = _mm256_fmadd_ps(codes, scale, sums.get(r, t));
-        sums.set(r, t, _mm256_fmadd_ps(m, _mm256_broadcast_ss(&x->sum[t]), total));
-      }
-    }
-  }
-  sums.write(out, ldo);
-}
-
-template <int T, bool kPrefetch>
-void tile_q8_0(const PanelQ8_0* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
-  const auto* x = reinterpret_cast<const BlockA16<T>*>(group);
-  Sums<T> sums;
-  sums.clear();
-  for (int64_t b = 0; b < blocks; ++b, ++w, ++x) {
-    if constexpr (kPrefetch) prefetch(w);
-    __m256i sum[2][T];
-    CAUDAL_UNROLL for (int j = 0; j < 8; ++j) {
-      __m256i line[2];
-      CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-        line[r] = load(w->codes[j][8 * r]);
-        pin(line[r]);
-      }
-      CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
-        __m256i codes[2];  // even or odd bytes of the line, sign-extended to 16 bits
-        CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-          codes[r] = _mm256_srai_epi16(h == 0 ? _mm256_slli_epi16(line[r], 8) : line[r], 8);
-          pin(codes[r]);
-        }
-        CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-          const __m256i act = broadcast4(x->codes[j][h][t]);
-          CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-            const __m256i product = _mm256_madd_epi16(codes[r], act);
-            sum[r][t] = j + h == 0 ? product : _mm256_add_epi32(sum[r][t], product);
-            pin(sum[r][t]);
-          }
-        }
-      }
-    }
-    CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-      const __m256 d = load_halves(w->d + 8 * r);
-      CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-        const __m256 scale = _mm256_mul_ps(d, _mm256_broadcast_ss(&x->scale[t]));
-        sums.set(r, t, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][t]), scale, sums.get(r, t)));
-      }
-    }
-  }
-  sums.write(out, ldo);
-}
-
-template <class Panel>
-using Tile = void (*)(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo);
-
-// [prefetch the weights][tokens - 1]
-constexpr Tile<PanelQ4_1> kTilesQ4_1[2][kTokenGroup] = {
-    {tile_q4_1<1, false>, tile_q4_1<2, false>, tile_q4_1<3, false>, tile_q4_1<4, false>},
-    {tile_q4_1<1, true>, tile_q4_1<2, true>, tile_q4_1<3, true>, tile_q4_1<4, true>}};
-constexpr Tile<PanelQ8_0> kTilesQ8_0[2][kTokenGroup] = {
-    {tile_q8_0<1, false>, tile_q8_0<2, false>, tile_q8_0<3, false>, tile_q8_0<4, false>},
-    {tile_q8_0<1, true>, tile_q8_0<2, true>, tile_q8_0<3, true>, tile_q8_0<4, true>}};
-
-template <class Panel>
-void gemm_packed(const Tile<Panel> (&tiles)[2][kTokenGroup], const Weight& w, int64_t p0, int64_t p1,
-                 const Activations& x, int64_t g0, int64_t g1, float* out, size_t ldo) {
-  const int64_t blocks = w.cols / kBlock;
-  for (int64_t pass = g0; pass < g1; pass += kGroupsPerPass) {
-    const int64_t pass_end = smaller(pass + kGroupsPerPass, g1);
-    for (int64_t p = p0; p < p1; ++p) {
-      const auto* panel = reinterpret_cast<const Panel*>(w.data + static_cast<size_t>(p) * w.stride);
-      const int64_t rows = smaller(w.rows - p * kPanelRows, kPanelRows);
-      for (int64_t g = pass; g < pass_end; ++g) {
-        const std::byte* group = x.data + static_cast<size_t>(g) * x.group_bytes;
-        float* to = out + static_cast<size_t>(g) * kTokenGroup * ldo + p * kPanelRows;
-        const int tokens = group_tokens(x, g);
-        const Tile<Panel> tile = tiles[g == pass ? 1 : 0][tokens - 1];  // the first group brings the panel in
-        if (rows == kPanelRows) {
-          tile(panel, group, blocks, to, ldo);
-        } else {  // the padding of the last panel must not be written
-          alignas(32) float block[kTokenGroup][kPanelRows];
-          tile(panel, group, blocks, block[0], kPanelRows);
-          for (int t = 0; t < tokens; ++t) {
-            std::memcpy(to + static_cast<size_t>(t) * ldo, block[t],
-                        static_cast<size_t>(rows) * sizeof(float));
-          }
-        }
-      }
-    }
-  }
-}
+#include "kernels/gemm_packed_avx2.inl"
+#include "kernels/gemm_packed_k_avx2.inl"
 
 // ---- Weights as they lie in the file, decoded to float tiles
 
@@ -493,12 +191,26 @@ void gemm_decoded(const Weight& w, int64_t p0, int64_t p1, const Activations& x,
 
 void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1, float* out,
           size_t ldo, std::byte* scratch) {
-  if (!w.packed) {
-    gemm_decoded(w, p0, p1, x, g0, g1, out, ldo, scratch);
-  } else if (w.type == QuantType::kQ4_1) {
-    gemm_packed<PanelQ4_1>(kTilesQ4_1, w, p0, p1, x, g0, g1, out, ldo);
-  } else {
-    gemm_packed<PanelQ8_0>(kTilesQ8_0, w, p0, p1, x, g0, g1, out, ldo);
+  if (!w.packed) return gemm_decoded(w, p0, p1, x, g0, g1, out, ldo, scratch);
+  switch (w.type) {
+    case QuantType::kQ4_0:
+      return gemm_packed<PanelQ4_0>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ4_1:
+      return gemm_packed<PanelQ4_1>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ5_0:
+      return gemm_packed<PanelQ5_0>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ5_1:
+      return gemm_packed<PanelQ5_1>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ8_0:
+      return gemm_packed<PanelQ8_0>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ4_K:
+      return gemm_packed_k<PanelQ4_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kQ5_K:
+      return gemm_packed_k<PanelQ5_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kQ6_K:
+      return gemm_packed_k<PanelQ6_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    default:
+      return;  // no other type is ever packed
   }
 }
 

@@ -20,16 +20,29 @@ int group_tokens(const Activations& x, int64_t group) {
 
 // ---- Activations
 
+template <int Size>
 struct QuantizedBlock {
-  int codes[kBlock];
+  int codes[Size];
   float scale;
-  int sum;
+
+  int sum(int begin, int end) const {
+    int result = 0;
+    for (int i = begin; i < end; ++i) result += codes[i];
+    return result;
+  }
+  // The sum of the two of each four codes that a 16-bit lane holds.
+  int pairs(int begin, int end, int lane) const {
+    int result = 0;
+    for (int i = begin + 2 * lane; i < end; i += 4) result += codes[i] + codes[i + 1];
+    return result;
+  }
 };
 
-QuantizedBlock quantize(const float* x, float max_code) {
-  QuantizedBlock q{};
+template <int Size>
+QuantizedBlock<Size> quantize(const float* x, float max_code) {
+  QuantizedBlock<Size> q{};
   uint32_t largest = 0;  // the bits of magnitudes order like the magnitudes, with infinity and NaN on top
-  for (int i = 0; i < kBlock; ++i) {
+  for (int i = 0; i < Size; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFU;
     if (bits > largest) largest = bits;
   }
@@ -41,10 +54,7 @@ QuantizedBlock quantize(const float* x, float max_code) {
   if (max < kTinyBlock) return q;
   q.scale = max * (1.0F / max_code);
   const float inverse = max_code / max;
-  for (int i = 0; i < kBlock; ++i) {
-    q.codes[i] = static_cast<int>(std::nearbyint(x[i] * inverse));
-    q.sum += q.codes[i];
-  }
+  for (int i = 0; i < Size; ++i) q.codes[i] = static_cast<int>(std::nearbyint(x[i] * inverse));
   return q;
 }
 
@@ -53,10 +63,34 @@ void prepare_a8(const float* x, size_t ldx, int64_t cols, std::byte* group) {
   auto* blocks = reinterpret_cast<BlockA8<T>*>(group);
   for (int64_t b = 0; b < cols / kBlock; ++b) {
     for (int t = 0; t < T; ++t) {
-      const QuantizedBlock q = quantize(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA8);
+      const auto q = quantize<kBlock>(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA8);
       for (int k = 0; k < kBlock; ++k) blocks[b].codes[k / 4][t][k % 4] = static_cast<int8_t>(q.codes[k]);
+      for (int i = 0; i < 2; ++i) {
+        blocks[b].pairs[t][i] = static_cast<int16_t>(-8 * q.pairs(0, kBlock, i));
+      }
       blocks[b].scale[t] = q.scale;
-      blocks[b].sum[t] = q.scale * static_cast<float>(q.sum);
+      blocks[b].sum[t] = q.scale * static_cast<float>(q.sum(0, kBlock));
+    }
+  }
+}
+
+template <int T>
+void prepare_a8k(const float* x, size_t ldx, int64_t cols, std::byte* group) {
+  auto* blocks = reinterpret_cast<BlockA8K<T>*>(group);
+  for (int64_t b = 0; b < cols / kSuperBlock; ++b) {
+    for (int t = 0; t < T; ++t) {
+      const auto q = quantize<kSuperBlock>(x + static_cast<size_t>(t) * ldx + b * kSuperBlock, kMaxA8);
+      for (int k = 0; k < kSuperBlock; ++k) {
+        blocks[b].codes[k / 4][t][k % 4] = static_cast<int8_t>(q.codes[k]);
+      }
+      for (int i = 0; i < 32; ++i) {
+        const int begin = 16 * (i / 2);
+        blocks[b].pairs[i / 2][t][i % 2] = static_cast<int16_t>(-16 * q.pairs(begin, begin + 16, i % 2));
+      }
+      for (int i = 0; i < 8; ++i) {
+        blocks[b].sums[i / 2][t][i % 2] = static_cast<int16_t>(q.sum(32 * i, 32 * i + 32));
+      }
+      blocks[b].scale[t] = q.scale;
     }
   }
 }
@@ -66,7 +100,7 @@ void prepare_a16(const float* x, size_t ldx, int64_t cols, std::byte* group) {
   auto* blocks = reinterpret_cast<BlockA16<T>*>(group);
   for (int64_t b = 0; b < cols / kBlock; ++b) {
     for (int t = 0; t < T; ++t) {
-      const QuantizedBlock q = quantize(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA16);
+      const auto q = quantize<kBlock>(x + static_cast<size_t>(t) * ldx + b * kBlock, kMaxA16);
       for (int k = 0; k < kBlock; ++k) {
         blocks[b].codes[k / 4][k % 2][t][k % 4 / 2] = static_cast<int16_t>(q.codes[k]);
       }
@@ -112,6 +146,9 @@ void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activatio
       case ActKind::kA8:
         for_tokens(tokens, [&](auto t) { prepare_a8<t()>(from, ldx, out.cols, to); });
         break;
+      case ActKind::kA8K:
+        for_tokens(tokens, [&](auto t) { prepare_a8k<t()>(from, ldx, out.cols, to); });
+        break;
       case ActKind::kA16:
         for_tokens(tokens, [&](auto t) { prepare_a16<t()>(from, ldx, out.cols, to); });
         break;
@@ -119,20 +156,40 @@ void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activatio
   }
 }
 
-// ---- Products: one output row of one token
+// ---- Products: one output row of one token. Integer sums are exact, so only the order of the floating-point
+// operations matters.
 
-template <int T>
-float dot(const PanelQ4_1* w, const BlockA8<T>* x, int64_t blocks, int row, int token) {
+int nibble(const NibbleLines& lines, int row, int k) {
+  const int pair = lines[k % 16 / 4][row][k % 4];
+  return k < 16 ? pair & 15 : pair >> 4;
+}
+
+int fifth_bit(const FifthBitLine& line, int row, int k) { return (line[row][k % 4] >> (k / 4) & 1) << 4; }
+
+// The numbers 0..31 of a block as integers, without scale and min. 5-bit codes with a min stand for
+// themselves less 16, as the fast kernels compute with them.
+int code(const PanelQ4_0& w, int row, int k) { return nibble(w.codes, row, k) - 8; }
+int code(const PanelQ4_1& w, int row, int k) { return nibble(w.codes, row, k); }
+int code(const PanelQ5_0& w, int row, int k) {
+  return (nibble(w.codes, row, k) | fifth_bit(w.high, row, k)) - 16;
+}
+int code(const PanelQ5_1& w, int row, int k) {
+  return (nibble(w.codes, row, k) | fifth_bit(w.high, row, k)) - 16;
+}
+
+template <class Panel, int T>
+float dot(const Panel* w, const BlockA8<T>* x, int64_t blocks, int row, int token) {
   float result = 0.0F;
   for (int64_t b = 0; b < blocks; ++b) {
     int sum = 0;
-    for (int k = 0; k < kBlock; ++k) {
-      const int pair = w[b].codes[k % 16 / 4][row][k % 4];
-      sum += (k < 16 ? pair & 15 : pair >> 4) * x[b].codes[k / 4][token][k % 4];
+    for (int k = 0; k < kBlock; ++k) sum += code(w[b], row, k) * x[b].codes[k / 4][token][k % 4];
+    const float d = half_to_float(w[b].d[row]);
+    result = std::fma(static_cast<float>(sum), d * x[b].scale[token], result);
+    if constexpr (requires { w->m; }) {
+      float m = half_to_float(w[b].m[row]);
+      if constexpr (requires { w->high; }) m = std::fma(16.0F, d, m);
+      result = std::fma(m, x[b].sum[token], result);
     }
-    const float scale = half_to_float(w[b].d[row]) * x[b].scale[token];
-    result = std::fma(static_cast<float>(sum), scale, result);
-    result = std::fma(half_to_float(w[b].m[row]), x[b].sum[token], result);
   }
   return result;
 }
@@ -151,10 +208,50 @@ float dot(const PanelQ8_0* w, const BlockA16<T>* x, int64_t blocks, int row, int
   return result;
 }
 
-template <class Panel, template <int> class Block>
+// Number k of 0..255 as an integer, and the integer scale that goes with it.
+int code(const PanelQ4_K& w, int row, int k) { return nibble(w.codes[k / 32], row, k % 32); }
+int code(const PanelQ5_K& w, int row, int k) {
+  return nibble(w.codes[k / 32], row, k % 32) | fifth_bit(w.high[k / 32], row, k % 32);
+}
+int code(const PanelQ6_K& w, int row, int k) {
+  const int high = w.high[k / 32][k % 32 / 16][row][k % 4] >> (2 * (k % 16 / 4)) & 3;
+  return (nibble(w.codes[k / 32], row, k % 32) | high << 4) - 32;
+}
+
+int scale_of(const ScalesMins& parts, int row, int part) {
+  return (parts.low[part][row] & 15) | (parts.high[part % 4][row] >> (4 * (part / 4)) & 3) << 4;
+}
+int min_of(const ScalesMins& parts, int row, int part) {
+  return parts.low[part][row] >> 4 | (parts.high[part % 4][row] >> (4 * (part / 4)) >> 2 & 3) << 4;
+}
+
+template <class Panel, int T>
+float dot(const Panel* w, const BlockA8K<T>* x, int64_t blocks, int row, int token) {
+  float result = 0.0F;
+  for (int64_t b = 0; b < blocks; ++b) {
+    int sum = 0, mins = 0;
+    for (int k = 0; k < kSuperBlock; ++k) {
+      const int act = x[b].codes[k / 4][token][k % 4];
+      if constexpr (requires { w->parts; }) {
+        sum += scale_of(w[b].parts, row, k / 32) * code(w[b], row, k) * act;
+        mins += min_of(w[b].parts, row, k / 32) * act;
+      } else {
+        sum += w[b].scales[k / 16][row] * code(w[b], row, k) * act;
+      }
+    }
+    const float scale = x[b].scale[token];
+    result = std::fma(static_cast<float>(sum), half_to_float(w[b].d[row]) * scale, result);
+    if constexpr (requires { w->parts; }) {
+      result = std::fma(-static_cast<float>(mins), half_to_float(w[b].dmin[row]) * scale, result);
+    }
+  }
+  return result;
+}
+
+template <class Panel, template <int> class Block, int Size>
 void gemm_packed(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1,
                  float* out, size_t ldo) {
-  const int64_t blocks = w.cols / kBlock;
+  const int64_t blocks = w.cols / Size;
   for (int64_t p = p0; p < p1; ++p) {
     const auto* panel = reinterpret_cast<const Panel*>(w.data + static_cast<size_t>(p) * w.stride);
     const int rows = static_cast<int>(smaller(w.rows - p * kPanelRows, kPanelRows));
@@ -166,7 +263,7 @@ void gemm_packed(const Weight& w, int64_t p0, int64_t p1, const Activations& x, 
         const auto* act = reinterpret_cast<const Block<t()>*>(group);
         for (int token = 0; token < tokens; ++token) {
           for (int r = 0; r < rows; ++r) {
-            to[static_cast<size_t>(token) * ldo + r] = dot<t()>(panel, act, blocks, r, token);
+            to[static_cast<size_t>(token) * ldo + r] = dot(panel, act, blocks, r, token);
           }
         }
       });
@@ -210,12 +307,22 @@ void gemm_decoded(const Weight& w, int64_t p0, int64_t p1, const Activations& x,
 
 void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1, float* out,
           size_t ldo, std::byte* scratch) {
-  if (!w.packed) {
-    gemm_decoded(w, p0, p1, x, g0, g1, out, ldo, scratch);
-  } else if (w.type == QuantType::kQ4_1) {
-    gemm_packed<PanelQ4_1, BlockA8>(w, p0, p1, x, g0, g1, out, ldo);
-  } else {
-    gemm_packed<PanelQ8_0, BlockA16>(w, p0, p1, x, g0, g1, out, ldo);
+  if (!w.packed) return gemm_decoded(w, p0, p1, x, g0, g1, out, ldo, scratch);
+  switch (w.type) {
+#define CAUDAL_GEMM(NAME, ACT, SIZE) \
+  case QuantType::k##NAME:           \
+    return gemm_packed<Panel##NAME, Block##ACT, SIZE>(w, p0, p1, x, g0, g1, out, ldo);
+    CAUDAL_GEMM(Q4_0, A8, kBlock)
+    CAUDAL_GEMM(Q4_1, A8, kBlock)
+    CAUDAL_GEMM(Q5_0, A8, kBlock)
+    CAUDAL_GEMM(Q5_1, A8, kBlock)
+    CAUDAL_GEMM(Q8_0, A16, kBlock)
+    CAUDAL_GEMM(Q4_K, A8K, kSuperBlock)
+    CAUDAL_GEMM(Q5_K, A8K, kSuperBlock)
+    CAUDAL_GEMM(Q6_K, A8K, kSuperBlock)
+#undef CAUDAL_GEMM
+    default:
+      return;  // no other type is ever packed
   }
 }
 

@@ -25,13 +25,15 @@ constexpr int kScanBlock = 64;  // logits of one block of `block_max`
 // How a weight wants its input. Chosen by `act_kind(Weight)` in core/pack.h.
 enum class ActKind : uint8_t {
   kF32,  // float32 rows, for types that are decoded to float tiles
-  kA8,   // int8 with one fp32 scale and one fp32 scale*sum per 32 (4-bit types)
+  kA8,   // int8 with one fp32 scale and one fp32 scale*sum per 32 (4- and 5-bit types)
+  kA8K,  // int8 with one fp32 scale per 256 and sums (K types)
   kA16,  // int16 with one fp32 scale per 32 (8-bit types), in the pair order the 8-bit kernel wants
 };
+constexpr int kNumActKinds = 4;
 
 // A matrix [rows, cols] ready for `gemm`. Does not own its memory. No kernel loads from outside of the rows
 // or panels that it is told to compute; it may prefetch a few KiB behind them, which is safe anywhere. `cols`
-// is a whole number of blocks of the type. Packed matrices also need cols % 32 == 0.
+// is a whole number of blocks of the type.
 struct Weight {
   QuantType type = QuantType::kF32;
   bool packed = false;  // panels of 16 rows (core/pack.h) instead of the file's rows
@@ -44,7 +46,8 @@ struct Weight {
 
 // Input of a GEMM: `tokens` rows of `cols` numbers in groups of kTokenGroup; the last group may hold T
 // = 1..3. Group g starts at data + g * group_bytes and is kF32: [T][padded_cols(cols)] floats, zeros behind
-// column `cols`; kA8, kA16: [cols / 32] BlockA8<T>, BlockA16<T> (core/types.h).
+// column `cols`; kA8, kA16: [cols / 32] BlockA8<T>, BlockA16<T>; kA8K: [cols / 256] BlockA8K<T>
+// (core/types.h).
 struct Activations {
   ActKind kind = ActKind::kF32;
   int64_t tokens = 0, cols = 0;
@@ -92,7 +95,8 @@ struct Kernels {
   const char* name;
 
   // --- activations: fill the groups g0 .. g1 of `out` from rows x (ldx floats apart, row 0 is token 0).
-  // A block of 32 numbers that holds NaN or infinity gets the scale NaN, so every output of its token is NaN.
+  // A block (32 or 256 numbers) that holds NaN or infinity gets the scale NaN, so every output of its token
+  // is NaN.
   void (*prepare)(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activations& out);
 
   // --- out[t * ldo + r] = sum_k W[r, k] x[t, k] for panels p0 .. p1 (rows 16*p0 .. min(16*p1, rows)) and

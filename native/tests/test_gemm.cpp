@@ -52,6 +52,12 @@ float at_a8(const std::byte* group, int64_t t, int64_t k) {
 }
 
 template <int T>
+float at_a8k(const std::byte* group, int64_t t, int64_t k) {
+  const auto& b = reinterpret_cast<const BlockA8K<T>*>(group)[k / kSuperBlock];
+  return static_cast<float>(b.codes[k % kSuperBlock / 4][t][k % 4]) * b.scale[t];
+}
+
+template <int T>
 float at_a16(const std::byte* group, int64_t t, int64_t k) {
   const auto& b = reinterpret_cast<const BlockA16<T>*>(group)[k / kBlock];
   return static_cast<float>(b.codes[k % kBlock / 4][k % 2][t][k % 4 / 2]) * b.scale[t];
@@ -70,6 +76,11 @@ float at(const Activations& x, int64_t token, int64_t k) {
              : tokens == 2 ? at_a8<2>(group, t, k)
              : tokens == 3 ? at_a8<3>(group, t, k)
                            : at_a8<4>(group, t, k);
+    case ActKind::kA8K:
+      return tokens == 1   ? at_a8k<1>(group, t, k)
+             : tokens == 2 ? at_a8k<2>(group, t, k)
+             : tokens == 3 ? at_a8k<3>(group, t, k)
+                           : at_a8k<4>(group, t, k);
     case ActKind::kA16:
       return tokens == 1   ? at_a16<1>(group, t, k)
              : tokens == 2 ? at_a16<2>(group, t, k)
@@ -258,35 +269,68 @@ TEST_CASE("all instruction sets give the same bits") {
   }
 }
 
-TEST_CASE("prepare rounds to the nearest code and keeps the sums") {
+TEST_CASE("prepare rounds to the nearest code") {
   for (const Kernels& kernels : tables()) {
-    for (const ActKind kind : {ActKind::kA8, ActKind::kA16, ActKind::kF32}) {
-      const float max_code = kind == ActKind::kA8 ? 127.0F : 32767.0F;
+    for (const ActKind kind : {ActKind::kA8, ActKind::kA8K, ActKind::kA16, ActKind::kF32}) {
+      const float max_code = kind == ActKind::kA16 ? 32767.0F : 127.0F;
+      const int64_t size = kind == ActKind::kA8K ? kSuperBlock : kBlock;
       for (int64_t tokens = 1; tokens <= 9; ++tokens) {
         CAPTURE(std::string(kernels.name));
         CAPTURE(tokens);
-        const int64_t cols = 96;
+        const int64_t cols = 3 * size;
         const std::vector<float> x = make_rows(tokens, cols, static_cast<unsigned>(tokens));
         const Input in = prepare(kernels, kind, x.data(), tokens, cols);
         for (int64_t t = 0; t < tokens; ++t) {
-          for (int64_t b = 0; b < cols; b += kBlock) {
+          for (int64_t b = 0; b < cols; b += size) {
             const float* block = x.data() + t * cols + b;
             float largest = 0.0F;
-            for (int k = 0; k < kBlock; ++k) largest = std::max(largest, std::abs(block[k]));
+            for (int64_t k = 0; k < size; ++k) largest = std::max(largest, std::abs(block[k]));
             // Codes and values near 32767 round to floats themselves: a little more than half a code.
             const float half_step = kind == ActKind::kF32 ? 0.0F : 0.503F * largest / max_code;
-            for (int k = 0; k < kBlock; ++k) CHECK(std::abs(at(in.act, t, b + k) - block[k]) <= half_step);
+            for (int64_t k = 0; k < size; ++k) CHECK(std::abs(at(in.act, t, b + k) - block[k]) <= half_step);
           }
         }
-        if (kind == ActKind::kA8 && tokens == 4) {
-          for (int64_t b = 0; b < cols / kBlock; ++b) {
-            const auto& block = reinterpret_cast<const BlockA8<4>*>(in.act.data)[b];
-            for (int t = 0; t < 4; ++t) {
-              int sum = 0;
-              for (int k = 0; k < kBlock; ++k) sum += block.codes[k / 4][t][k % 4];
-              CHECK(block.sum[t] == block.scale[t] * static_cast<float>(sum));
-            }
-          }
+      }
+    }
+  }
+}
+
+// Sum of the codes k0 .. k1 of token `t`, those with k % 4 in lo .. hi.
+template <class Block>
+int code_sum(const Block& block, int t, int k0, int k1, int lo = 0, int hi = 4) {
+  int sum = 0;
+  for (int k = k0; k < k1; ++k) {
+    if (k % 4 >= lo && k % 4 < hi) sum += block.codes[k / 4][t][k % 4];
+  }
+  return sum;
+}
+
+TEST_CASE("prepare keeps the sums of exactly the rounded codes") {
+  const int64_t cols = 512;
+  std::vector<float> x = make_rows(4, cols, 8);
+  for (int64_t k = 0; k < cols; ++k) {  // the largest sums
+    x[static_cast<size_t>(k)] = 3.0F;
+    x[static_cast<size_t>(cols + k)] = -3.0F;
+  }
+  for (const Kernels& kernels : tables()) {
+    CAPTURE(std::string(kernels.name));
+    const Input a8 = prepare(kernels, ActKind::kA8, x.data(), 4, cols);
+    const Input a8k = prepare(kernels, ActKind::kA8K, x.data(), 4, cols);
+    for (int t = 0; t < 4; ++t) {
+      for (int64_t b = 0; b < cols / kBlock; ++b) {
+        const auto& block = reinterpret_cast<const BlockA8<4>*>(a8.act.data)[b];
+        CHECK(block.sum[t] == block.scale[t] * static_cast<float>(code_sum(block, t, 0, 32)));
+        CHECK(block.pairs[t][0] == -8 * code_sum(block, t, 0, 32, 0, 2));
+        CHECK(block.pairs[t][1] == -8 * code_sum(block, t, 0, 32, 2, 4));
+      }
+      for (int64_t b = 0; b < cols / kSuperBlock; ++b) {
+        const auto& block = reinterpret_cast<const BlockA8K<4>*>(a8k.act.data)[b];
+        for (int i = 0; i < 8; ++i) {
+          CHECK(block.sums[i / 2][t][i % 2] == code_sum(block, t, 32 * i, 32 * i + 32));
+        }
+        for (int i = 0; i < 16; ++i) {
+          CHECK(block.pairs[i][t][0] == -16 * code_sum(block, t, 16 * i, 16 * i + 16, 0, 2));
+          CHECK(block.pairs[i][t][1] == -16 * code_sum(block, t, 16 * i, 16 * i + 16, 2, 4));
         }
       }
     }
@@ -295,15 +339,15 @@ TEST_CASE("prepare rounds to the nearest code and keeps the sums") {
 
 TEST_CASE("prepare gives the same bytes in every instruction set and for every split") {
   const std::vector<Kernels> all = tables();
-  const int64_t cols = 160;
-  for (const ActKind kind : {ActKind::kA8, ActKind::kA16, ActKind::kF32}) {
+  const int64_t cols = 512;
+  for (const ActKind kind : {ActKind::kA8, ActKind::kA8K, ActKind::kA16, ActKind::kF32}) {
     for (int64_t tokens = 1; tokens <= 11; ++tokens) {
       std::vector<float> x = make_rows(tokens, cols, static_cast<unsigned>(100 + tokens));
       for (int k = 0; k < kBlock; ++k) {
         x[static_cast<size_t>(k)] = static_cast<float>(k - 16) + 0.5F;  // ties
         x[static_cast<size_t>(32 + k)] = 0.0F;
         x[static_cast<size_t>(64 + k)] *= 1e-38F;
-        x[static_cast<size_t>(96 + k)] *= 1e37F;
+        x[static_cast<size_t>(320 + k)] *= 1e37F;
       }
       x[0] = 127.0F;
       const Input whole = prepare(all[0], kind, x.data(), tokens, cols);
@@ -322,7 +366,8 @@ TEST_CASE("numbers that are not finite spoil their own token and no other") {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (const Kernels& kernels : tables()) {
     const Gemm gemm(kernels);
-    for (const QuantType type : {QuantType::kQ4_1, QuantType::kQ8_0, QuantType::kQ4_K, QuantType::kF16}) {
+    for (const QuantType type : kAllTypes) {
+      if (type == QuantType::kF32 || type == QuantType::kBF16) continue;  // as F16
       for (const bool packed : {false, true}) {
         if (packed && !has_packed_layout(type)) continue;
         for (const float bad : {std::numeric_limits<float>::quiet_NaN(),

@@ -5,25 +5,84 @@
 namespace caudal::test {
 namespace {
 
+constexpr QuantType kPackedTypes[] = {QuantType::kQ4_0, QuantType::kQ4_1, QuantType::kQ5_0, QuantType::kQ5_1,
+                                      QuantType::kQ8_0, QuantType::kQ4_K, QuantType::kQ5_K, QuantType::kQ6_K};
+
+int nibble(const NibbleLines& lines, int64_t r, int64_t k) {
+  const int pair = lines[k % 16 / 4][r][k % 4];
+  return k < 16 ? pair & 15 : pair >> 4;
+}
+int fifth(const FifthBitLine& line, int64_t r, int64_t k) { return (line[r][k % 4] >> (k / 4) & 1) * 16; }
+
+float value(const PanelQ4_0& b, int64_t r, int64_t k) {
+  return half_to_float(b.d[r]) * static_cast<float>(nibble(b.codes, r, k) - 8);
+}
+float value(const PanelQ4_1& b, int64_t r, int64_t k) {
+  return half_to_float(b.d[r]) * static_cast<float>(nibble(b.codes, r, k)) + half_to_float(b.m[r]);
+}
+float value(const PanelQ5_0& b, int64_t r, int64_t k) {
+  return half_to_float(b.d[r]) * static_cast<float>(nibble(b.codes, r, k) + fifth(b.high, r, k) - 16);
+}
+float value(const PanelQ5_1& b, int64_t r, int64_t k) {
+  return half_to_float(b.d[r]) * static_cast<float>(nibble(b.codes, r, k) + fifth(b.high, r, k)) +
+         half_to_float(b.m[r]);
+}
+float value(const PanelQ8_0& b, int64_t r, int64_t k) {
+  return half_to_float(b.d[r]) * static_cast<float>(b.codes[k / 4][r][k % 4]);
+}
+template <class Panel>
+float with_min(const Panel& b, int64_t r, int64_t part, int code) {
+  const int low = b.parts.low[part][r], high = b.parts.high[part % 4][r] >> (part < 4 ? 0 : 4);
+  const float scale = half_to_float(b.d[r]) * static_cast<float>((low & 15) + 16 * (high & 3));
+  const float min = half_to_float(b.dmin[r]) * static_cast<float>((low >> 4) + 16 * (high >> 2 & 3));
+  return scale * static_cast<float>(code) - min;
+}
+float value(const PanelQ4_K& b, int64_t r, int64_t k) {
+  return with_min(b, r, k / 32, nibble(b.codes[k / 32], r, k % 32));
+}
+float value(const PanelQ5_K& b, int64_t r, int64_t k) {
+  return with_min(b, r, k / 32, nibble(b.codes[k / 32], r, k % 32) + fifth(b.high[k / 32], r, k % 32));
+}
+float value(const PanelQ6_K& b, int64_t r, int64_t k) {
+  const int high = b.high[k / 32][k % 32 / 16][r][k % 4] >> (2 * (k % 16 / 4)) & 3;
+  const float scale = half_to_float(b.d[r]) * static_cast<float>(b.scales[k / 16][r]);
+  return scale * static_cast<float>(nibble(b.codes[k / 32], r, k % 32) + 16 * high - 32);
+}
+
 // The number that a packed matrix holds at [row, k].
 float at(const Matrix& m, const std::vector<std::byte>& packed, int64_t row, int64_t k) {
   const std::byte* panel =
       packed.data() + static_cast<size_t>(row / kPanelRows) * packed_panel_bytes(m.type, m.cols);
-  const int64_t r = row % kPanelRows, i = k % kBlock;
-  if (m.type == QuantType::kQ4_1) {
-    const auto& b = reinterpret_cast<const PanelQ4_1*>(panel)[k / kBlock];
-    const int pair = b.codes[i % 16 / 4][r][i % 4];
-    return half_to_float(b.d[r]) * static_cast<float>(i < 16 ? pair & 15 : pair >> 4) + half_to_float(b.m[r]);
+  const int64_t r = row % kPanelRows, size = type_info(m.type)->block_size;
+  const auto in = [&]<class Panel>(const Panel* blocks) { return value(blocks[k / size], r, k % size); };
+  switch (m.type) {
+    case QuantType::kQ4_0:
+      return in(reinterpret_cast<const PanelQ4_0*>(panel));
+    case QuantType::kQ4_1:
+      return in(reinterpret_cast<const PanelQ4_1*>(panel));
+    case QuantType::kQ5_0:
+      return in(reinterpret_cast<const PanelQ5_0*>(panel));
+    case QuantType::kQ5_1:
+      return in(reinterpret_cast<const PanelQ5_1*>(panel));
+    case QuantType::kQ8_0:
+      return in(reinterpret_cast<const PanelQ8_0*>(panel));
+    case QuantType::kQ4_K:
+      return in(reinterpret_cast<const PanelQ4_K*>(panel));
+    case QuantType::kQ5_K:
+      return in(reinterpret_cast<const PanelQ5_K*>(panel));
+    case QuantType::kQ6_K:
+      return in(reinterpret_cast<const PanelQ6_K*>(panel));
+    default:
+      return NAN;
   }
-  const auto& b = reinterpret_cast<const PanelQ8_0*>(panel)[k / kBlock];
-  return half_to_float(b.d[r]) * static_cast<float>(b.codes[i / 4][r][i % 4]);
 }
 
 }  // namespace
 
 TEST_CASE("packed panels hold the same numbers, and zeros behind the last row") {
-  for (const QuantType type : {QuantType::kQ4_1, QuantType::kQ8_0}) {
-    for (const int64_t cols : {32, 96, 576}) {
+  for (const QuantType type : kPackedTypes) {
+    for (const int64_t blocks : {1, 3, 18}) {
+      const int64_t cols = blocks * type_info(type)->block_size;
       for (const int64_t rows : {1, 15, 16, 17, 33}) {
         CAPTURE(std::string(type_info(type)->name));
         CAPTURE(cols);
@@ -46,8 +105,8 @@ TEST_CASE("packed panels hold the same numbers, and zeros behind the last row") 
 }
 
 TEST_CASE("disjoint ranges of panels make the whole") {
-  for (const QuantType type : {QuantType::kQ4_1, QuantType::kQ8_0}) {
-    const Matrix m = make_matrix(type, 83, 96, Content::kRandom, 4);
+  for (const QuantType type : kPackedTypes) {
+    const Matrix m = make_matrix(type, 83, 768, Content::kRandom, 4);
     const size_t panel_bytes = packed_panel_bytes(type, m.cols);
     std::vector<std::byte> parts(m.packed.size(), std::byte{0xAA});
     for (const int64_t p : {4, 0, 2, 5, 1, 3}) {
@@ -59,7 +118,12 @@ TEST_CASE("disjoint ranges of panels make the whole") {
 }
 
 TEST_CASE("the kind of activations follows from type and layout") {
-  CHECK(act_kind({.type = QuantType::kQ4_1, .packed = true}) == ActKind::kA8);
+  for (const QuantType type : {QuantType::kQ4_0, QuantType::kQ4_1, QuantType::kQ5_0, QuantType::kQ5_1}) {
+    CHECK(act_kind({.type = type, .packed = true}) == ActKind::kA8);
+  }
+  for (const QuantType type : {QuantType::kQ4_K, QuantType::kQ5_K, QuantType::kQ6_K}) {
+    CHECK(act_kind({.type = type, .packed = true}) == ActKind::kA8K);
+  }
   CHECK(act_kind({.type = QuantType::kQ8_0, .packed = true}) == ActKind::kA16);
   for (const QuantType type : kAllTypes) {
     CHECK(act_kind({.type = type, .packed = false}) == ActKind::kF32);
