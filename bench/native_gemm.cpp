@@ -1,8 +1,9 @@
-// Rates of the packed matrix products at the shapes of SmolLM2-135M. "cold" cycles through more copies of the
-// matrix than the caches hold, as a model does; "hot" uses one. Absolute numbers move with the machine's
-// other guests: compare versions only by runs that alternate.
+// Rates of the packed matrix products at the shapes of SmolLM2-135M and of a llama with 1.2 billion weights.
+// "cold" cycles through more copies of the matrix than the caches hold, as a model does; "hot" uses one.
+// Absolute numbers move with the machine's other guests: compare versions only by runs that alternate.
 //
-// Usage: native_gemm [auto|avx2|reference] [seconds per number, 0.3]
+// Usage: native_gemm [auto|avx2|reference] [seconds per number, 0.3] [part of the names of the matrices to
+// measure, all] [tokens ...]
 
 #include <pthread.h>
 #include <sched.h>
@@ -124,7 +125,7 @@ struct Shape {
   int64_t rows, cols;
 };
 
-void measure(const Kernels& kernels, const Shape& shape, double seconds) {
+void measure(const Kernels& kernels, const Shape& shape, double seconds, const std::vector<int64_t>& counts) {
   const size_t panel_bytes = packed_panel_bytes(shape.type, shape.cols);
   const Weight one{shape.type, true, shape.rows, shape.cols, nullptr, panel_bytes};
   const size_t matrix_bytes = static_cast<size_t>(one.panels()) * panel_bytes;
@@ -137,7 +138,7 @@ void measure(const Kernels& kernels, const Shape& shape, double seconds) {
   std::printf("%s: %lld x %lld, %.1f MB, %zu copies\n", shape.name, static_cast<long long>(shape.rows),
               static_cast<long long>(shape.cols), static_cast<double>(matrix_bytes) / 1e6, copies);
   Pair pair;
-  for (const int64_t tokens : {1, 2, 4, 8, 16, 64, 512}) {
+  for (const int64_t tokens : counts) {
     const ActKind kind = act_kind(one);
     const int64_t groups = (tokens + kTokenGroup - 1) / kTokenGroup;
     const size_t group_bytes = activation_group_bytes(kind, shape.cols);
@@ -196,10 +197,32 @@ int main(int argc, char** argv) {
   }
   const double seconds = argc > 2 ? std::atof(argv[2]) : 0.3;
   std::printf("kernels: %s\n", kernels->name);
-  for (const Shape& shape :
-       {Shape{"Q4_1 up", QuantType::kQ4_1, 1536, 576}, Shape{"Q4_1 down", QuantType::kQ4_1, 576, 1536},
-        Shape{"Q8_0 head", QuantType::kQ8_0, 49152, 576}}) {
-    measure(*kernels, shape, seconds);
+  const char* part = argc > 3 ? argv[3] : "";
+  std::vector<int64_t> counts;
+  for (int i = 4; i < argc; ++i) counts.push_back(std::atoll(argv[i]));
+  if (counts.empty()) counts = {1, 2, 4, 8, 16, 64, 512};
+  std::vector<Shape> shapes = {{"smollm2 up Q4_1", QuantType::kQ4_1, 1536, 576},
+                               {"smollm2 down Q4_1", QuantType::kQ4_1, 576, 1536},
+                               {"smollm2 head Q8_0", QuantType::kQ8_0, 49152, 576}};
+  constexpr struct {
+    const char *attention, *up, *down;
+    QuantType type;
+  } kTypes[] = {{"1b attention Q4_0", "1b up Q4_0", "1b down Q4_0", QuantType::kQ4_0},
+                {"1b attention Q4_1", "1b up Q4_1", "1b down Q4_1", QuantType::kQ4_1},
+                {"1b attention Q5_0", "1b up Q5_0", "1b down Q5_0", QuantType::kQ5_0},
+                {"1b attention Q5_1", "1b up Q5_1", "1b down Q5_1", QuantType::kQ5_1},
+                {"1b attention Q8_0", "1b up Q8_0", "1b down Q8_0", QuantType::kQ8_0},
+                {"1b attention Q4_K", "1b up Q4_K", "1b down Q4_K", QuantType::kQ4_K},
+                {"1b attention Q5_K", "1b up Q5_K", "1b down Q5_K", QuantType::kQ5_K},
+                {"1b attention Q6_K", "1b up Q6_K", "1b down Q6_K", QuantType::kQ6_K}};
+  for (const auto& t : kTypes) {
+    shapes.push_back({t.attention, t.type, 2048, 2048});
+    shapes.push_back({t.up, t.type, 8192, 2048});
+    shapes.push_back({t.down, t.type, 2048, 8192});
+  }
+  shapes.push_back({"1b head Q6_K", QuantType::kQ6_K, 128256, 2048});
+  for (const Shape& shape : shapes) {
+    if (std::strstr(shape.name, part) != nullptr) measure(*kernels, shape, seconds, counts);
   }
   return 0;
 }

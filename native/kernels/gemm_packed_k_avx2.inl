@@ -95,7 +95,6 @@ template <class Panel>
 template <class Panel>
 void decode_codes(const Panel& w, CodeTile& to) {
   for (int i = 0; i < 8; ++i) {
-    prefetch_part(&w, i);
     CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
       CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
         CAUDAL_UNROLL for (int r = 0; r < 2; ++r) store(to.codes[i][h][j][r], codes_at(w, i, h, j, r));
@@ -227,14 +226,16 @@ void multiply_few(const Panel* w, const std::byte* group, int64_t blocks, float*
   sums.write(out, ldo);
 }
 
-// One block by T tokens: adds to sums [T][kPanelRows] in memory.
+// One block by T tokens: adds to sums [T][kPanelRows] in memory. With kPrefetch it fetches what
+// comes behind block `w`, spread over the products, since more loads at once than the core has buffers for would hold it up.
 template <class Panel, int T, class Codes, bool kPrefetch>
-void multiply_block(const Codes& codes, const BlockScales<Panel>& scales, const std::byte* act, float* sums) {
+void multiply_block(const Codes& codes, const BlockScales<Panel>& scales, const std::byte* act,
+                    [[maybe_unused]] const Panel* w, float* sums) {
   const auto& x = *reinterpret_cast<const BlockA8K<T>*>(act);
   IntegerSums<T> total;
   total.clear();
   for (int i = 0; i < 8; ++i) {
-    if constexpr (kPrefetch) prefetch_part(&codes, i);
+    if constexpr (kPrefetch) prefetch_part(w, i);
     add_columns(codes, scales, x, i, total);
   }
   CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
@@ -247,13 +248,15 @@ void multiply_block(const Codes& codes, const BlockScales<Panel>& scales, const 
 
 template <class Panel, class Codes>
 using MultiplyBlock = void (*)(const Codes& codes, const BlockScales<Panel>& scales, const std::byte* act,
-                               float* sums);
+                               const Panel* w, float* sums);
 
-// [tokens - 1]
-template <class Panel, class Codes, bool kPrefetch>
-constexpr MultiplyBlock<Panel, Codes> kMultiplyBlock[kTokenGroup] = {
-    multiply_block<Panel, 1, Codes, kPrefetch>, multiply_block<Panel, 2, Codes, kPrefetch>,
-    multiply_block<Panel, 3, Codes, kPrefetch>, multiply_block<Panel, 4, Codes, kPrefetch>};
+// [prefetch the weights][tokens - 1]
+template <class Panel, class Codes>
+constexpr MultiplyBlock<Panel, Codes> kMultiplyBlock[2][kTokenGroup] = {
+    {multiply_block<Panel, 1, Codes, false>, multiply_block<Panel, 2, Codes, false>,
+     multiply_block<Panel, 3, Codes, false>, multiply_block<Panel, 4, Codes, false>},
+    {multiply_block<Panel, 1, Codes, true>, multiply_block<Panel, 2, Codes, true>,
+     multiply_block<Panel, 3, Codes, true>, multiply_block<Panel, 4, Codes, true>}};
 constexpr size_t kBlockBytesA8K[kTokenGroup] = {sizeof(BlockA8K<1>), sizeof(BlockA8K<2>), sizeof(BlockA8K<3>),
                                                 sizeof(BlockA8K<4>)};
 
@@ -279,12 +282,11 @@ void multiply_groups(const Panel* w, int64_t blocks, const Activations& x, int64
       const std::byte* act =
           acts + static_cast<size_t>(g) * x.group_bytes + static_cast<size_t>(b) * kBlockBytesA8K[last];
       float* sums = scratch.sums[g * kTokenGroup];
+      const int prefetch = g == 0 ? 1 : 0;
       if (groups > 2)
-        kMultiplyBlock<Panel, CodeTile, false>[last](scratch.tile, scratch.scales, act, sums);
-      else if (g == 0)
-        kMultiplyBlock<Panel, Panel, true>[last](w[b], scratch.scales, act, sums);
+        kMultiplyBlock<Panel, CodeTile>[prefetch][last](scratch.tile, scratch.scales, act, w + b, sums);
       else
-        kMultiplyBlock<Panel, Panel, false>[last](w[b], scratch.scales, act, sums);
+        kMultiplyBlock<Panel, Panel>[prefetch][last](w[b], scratch.scales, act, w + b, sums);
     }
   }
 }
