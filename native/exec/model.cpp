@@ -342,6 +342,7 @@ void Model::finish(ValueId output, CacheShape cache) {
 
   num_loops_ = 1 + kLoopsPerPhase * static_cast<int>(phases_.size());
   counters_ = std::make_unique<Counter[]>(static_cast<size_t>(num_loops_));
+  stretch_counters_ = std::make_unique<Counter[]>(phases_.size() * static_cast<size_t>(pool_->size()));
 
   size_t attention_bytes = 0;
   for (const PlannedPhase& p : phases_) {
@@ -472,6 +473,8 @@ void Model::prepare_step(const StepInput& input) {
   reserve(num_tokens_, num_logits_);
   for (int i = 0; i < num_loops_; ++i)
     counters_[static_cast<size_t>(i)].next.store(0, std::memory_order_relaxed);
+  for (size_t i = 0; i < phases_.size() * static_cast<size_t>(pool_->size()); ++i)
+    stretch_counters_[i].next.store(0, std::memory_order_relaxed);
 
   plan_attention();
 }
@@ -563,6 +566,20 @@ void Model::parallel(int loop, int64_t n, F&& f) {
   for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < n;
        i = next.fetch_add(1, std::memory_order_relaxed))
     f(i);
+}
+
+template <typename F>
+void Model::parallel_stretches(int loop, int64_t n, const Member& m, F&& f) {
+  const int threads = pool_->size();
+  Counter* counters = &stretch_counters_[static_cast<size_t>((loop - 1) / kLoopsPerPhase * threads)];
+  for (int i = 0; i < threads; ++i) {
+    const int owner = (m.thread() + i) % threads;
+    const int64_t begin = n * owner / threads, end = n * (owner + 1) / threads;
+    std::atomic<int64_t>& next = counters[owner].next;
+    for (int64_t item = begin + next.fetch_add(1, std::memory_order_relaxed); item < end;
+         item = begin + next.fetch_add(1, std::memory_order_relaxed))
+      f(item);
+  }
 }
 
 void Model::execute(const PlannedPhase& p, int loop, Member& m) {
@@ -658,7 +675,7 @@ void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loo
   }
 
   const int64_t blocks = (groups + kBlockGroups - 1) / kBlockGroups;
-  parallel(loop + 1, static_cast<int64_t>(p.segments.size()) * blocks, [&](int64_t item) {
+  parallel_stretches(loop, static_cast<int64_t>(p.segments.size()) * blocks, m, [&](int64_t item) {
     const int64_t g0 = item % blocks * kBlockGroups;
     linear_item(ph, p.segments[static_cast<size_t>(item / blocks)], acts, g0,
                 std::min(groups, g0 + kBlockGroups), tokens, scratch);
