@@ -579,14 +579,21 @@ def test_logits_that_are_no_numbers_end_only_their_request() -> None:
     assert run_all(engine).last["again", 0].num_cached_tokens == 0, "its blocks are not offered to others"
 
 
-def test_a_request_that_excludes_every_token_ends_alone() -> None:
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": (EOS,)},
+        {"allowed_token_ids": (EOS, 7), "stop_token_ids": (7,)},
+        {"allowed_token_ids": (7, 8), "stop_token_ids": (7,), "bad_token_ids": (8,), "ignore_eos": True},
+    ],
+)
+def test_a_request_that_excludes_every_token_is_refused(params: dict[str, Any]) -> None:
     engine, _ = make_engine()
-    good = request("good", [1, 2, 3], max_tokens=5)
-    engine.add(request("bad", [1, 2, 3], max_tokens=5, min_tokens=2, allowed_token_ids=(EOS,)))
-    engine.add(good)
-    collected = run_all(engine)
-    check(collected, good)
-    assert "excludes every token" in str(collected.last["bad", 0].error)
+    with pytest.raises(InvalidRequestError, match="excludes every token") as raised:
+        engine.validate(request("bad", [1, 2, 3], min_tokens=2, **params))
+    assert raised.value.param == "min_tokens"
+    engine.validate(request("good", [1, 2, 3], min_tokens=2, **{**params, "allowed_token_ids": (5, EOS)}))
+    engine.validate(request("good", [1, 2, 3], min_tokens=0, **params))
 
 
 def test_an_executor_that_fails_ends_its_batch_and_the_loop_goes_on(caplog: pytest.LogCaptureFixture) -> None:

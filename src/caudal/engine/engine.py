@@ -208,6 +208,7 @@ class Engine:
         if request.adapter is not None:
             raise InvalidRequestError(f"there is no adapter {request.adapter!r}", "model")
         validate(request.params, self._num_token_ids, self.max_model_len)
+        self._check_choice(request.params)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, RequestTooLongError or QueueFullError."""
@@ -221,9 +222,7 @@ class Engine:
                 "try again later"
             )
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        end_token_ids = (
-            params.stop_token_ids if params.ignore_eos else (*self._tokenizer.eos_ids, *params.stop_token_ids)
-        )
+        end_token_ids = self._end_token_ids(params)
         max_num_tokens = self.max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, len(request.prompt_token_ids) + params.max_tokens)
@@ -292,6 +291,23 @@ class Engine:
         self._executor.close()
 
     # ------------------------------------------------------------------------------------- before the step
+
+    def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        return params.stop_token_ids if params.ignore_eos else (*self._tokenizer.eos_ids, *params.stop_token_ids)
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError if the request excludes every token while it may not end."""
+        if params.min_tokens == 0:
+            return  # `validate` has seen to it
+        excluded = {*params.bad_token_ids, *self._end_token_ids(params)}
+        if params.allowed_token_ids is None:
+            is_impossible = len(excluded) >= self._num_token_ids
+        else:
+            is_impossible = excluded.issuperset(params.allowed_token_ids)
+        if is_impossible:
+            raise InvalidRequestError(
+                "the request excludes every token that could come before min_tokens are reached", "min_tokens"
+            )
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
         return Detokenizer(
