@@ -151,12 +151,13 @@ def test_logits_are_the_reference_ones(executor, tiny, tmp_path):
         ("perplexity MODEL MODEL -c 8 --max-num-batched-tokens 0", "max_num_batched_tokens"),
         ("bench MODEL --threads -1", "num_threads"),
         ("show MODEL --ctx -5", "max_model_len"),
+        ("serve MODEL --port 0 --drain-timeout nan", "drain_timeout"),
     ],
 )
 def test_settings_out_of_range_are_wrong_usage(tiny, tmp_path, arguments, setting):
     done = caudal(*[tiny if word == "MODEL" else word for word in words(arguments)], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"caudal: {setting} must be at least")
+    assert done.stderr.startswith(f"caudal: {setting} must be ")
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tiny, tmp_path):
@@ -263,6 +264,16 @@ def test_run_says_what_is_wrong(tiny, arguments, code, complaint):
 
 def test_run_needs_a_prompt(tiny):
     assert caudal("run", tiny).returncode == 2
+
+
+def test_a_closed_input_is_an_empty_one(tiny):
+    closed = ["sh", "-c", 'exec "$0" -m caudal "$@" <&-', sys.executable]
+    done = subprocess.run([*closed, "run", tiny], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "the prompt is empty" in done.stderr) == (2, True)
+    chat = [*closed, "chat", tiny, "--max-tokens", "2"]
+    done = subprocess.run(chat, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("> ")
 
 
 def test_list_shows_what_can_be_fetched(tmp_path, monkeypatch):

@@ -30,9 +30,10 @@ from caudal.api.middleware import LOOPBACK_NAMES, Gate
 from caudal.api.protocol import BoundedHeadProtocol
 from caudal.api.service import ServedModel, Service
 from caudal.config import ServerConfig
-from caudal.core import CaudalError
+from caudal.core import CaudalError, InvalidSettingError
 
 KEEP_ALIVE = 60  # seconds that an idle connection stays open
+MAX_DRAIN_TIMEOUT = 24 * 3600  # seconds
 ABORT_SECONDS = 3  # after the drain timeout, for aborted requests to send their ends
 CLIENT_GONE = 499  # nobody reads it; the number is nginx's
 
@@ -198,9 +199,11 @@ def serve(load: Callable[[], ServedModel], config: ServerConfig, report: Callabl
     """Listens, loads the model, and serves it until SIGINT or SIGTERM; then drains and returns.
 
     The port is taken first, so that a port in use costs no loading; until the model is there, /health answers 503.
-    `report` is called with what goes on, and with `Listening on http://HOST:PORT` once requests are served. Raises
-    `ListenError`, and whatever `load` raises. Call it from the main thread, which gets the signals.
+    `report` is called with what goes on, and with `Listening on http://HOST:PORT` once requests are served. Call it
+    from the main thread, which gets the signals. Raises `ListenError`, `InvalidSettingError`, and whatever `load` raises.
     """
+    if not 0 <= config.drain_timeout <= MAX_DRAIN_TIMEOUT:
+        raise InvalidSettingError(f"drain_timeout must be 0 to {MAX_DRAIN_TIMEOUT} seconds, not {config.drain_timeout}")
     sock = bind(config)
     service = Service()
     server_config = uvicorn_config(create_app(service, config), config)

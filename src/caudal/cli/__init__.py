@@ -7,7 +7,9 @@ command needs to do its work it imports when it runs.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import sys
 from collections.abc import Sequence
 
 import click
@@ -60,6 +62,7 @@ def group() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed as one message."""
+    _replace_closed_streams()
     try:
         result: object = group.main(list(arguments), prog_name="caudal", standalone_mode=False)
     except click.ClickException as error:
@@ -74,3 +77,10 @@ def run(arguments: Sequence[str]) -> int:
     except (CaudalError, OSError, MemoryError) as error:
         return report_error(error)
     return result if isinstance(result, int) else 0
+
+
+def _replace_closed_streams() -> None:
+    """Standard streams that the caller has closed become empty ones, for which no command needs a case of its own."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open as long as the process)
