@@ -200,7 +200,7 @@ def serve(load: Callable[[], ServedModel], config: ServerConfig, report: Callabl
 
     The port is taken first, so that a port in use costs no loading; until the model is there, /health answers 503.
     `report` is called with what goes on, and with `Listening on http://HOST:PORT` once requests are served. Call it
-    from the main thread, which gets the signals. Raises `ListenError`, `InvalidSettingError` and whatever `load` raises.
+    from the main thread, which gets the signals. Raises `ListenError`, `InvalidSettingError` or what `load` raises.
     """
     if not 0 <= config.drain_timeout <= MAX_DRAIN_TIMEOUT:
         raise InvalidSettingError(f"drain_timeout must be 0 to {MAX_DRAIN_TIMEOUT} seconds, not {config.drain_timeout}")
