@@ -150,10 +150,10 @@ def test_a_whole_chat_in_a_terminal(smollm2, tmp_path):
         terminal.type(f"{line}\r")
         terminal.wait_for(ENTERED)
 
-    enter("/set max_tokens 400")
-    terminal.wait_for("max_tokens = 400")
+    enter("/set max_tokens 1500")
+    terminal.wait_for("max_tokens = 1500")
     enter("Write a very long story about a river.")
-    time.sleep(1.0)
+    terminal.wait_for(" the ")
     terminal.type("\x03")
     terminal.wait_for("[stopped]")
     enter("/set max_tokens 5")
