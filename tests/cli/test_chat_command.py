@@ -100,6 +100,7 @@ class Terminal:
     def __init__(self, *command, **environment):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background of a shell ignores Ctrl-C
             os.execvpe(command[0], command, os.environ | environment)
         self.text = ""
 
