@@ -13,7 +13,7 @@ import pytest
 
 from caudal.core import UnsupportedModelError
 from caudal.executors.base import Executor
-from caudal.executors.driver import run_tokens
+from caudal.executors.driver import run_tokens, sequence_batch
 from caudal.formats import open_checkpoint
 from caudal.models import build_program
 from caudal.quants import all_types
@@ -134,8 +134,12 @@ def check_smollm2(case: ExecutorCase, path: Path, prompts: range) -> None:
     with opened(case, path, max_model_len=2048) as executor:
         for prompt in prompts:
             prompt_ids, reference = greedy[prompt]["prompt_ids"], exact[prompt]
-            tokens = prompt_ids + reference["tokens"][:-1]
-            got = logprobs(run_tokens(executor, tokens, chunk_sizes=(256,), all_logits=True)[len(prompt_ids) - 1 :])
+            tokens, num_before = prompt_ids + reference["tokens"][:-1], len(prompt_ids) - 1
+            table, size = range(executor.kv_layout.num_blocks), executor.kv_layout.block_size
+            for start in range(0, num_before, 256):
+                executor.run(sequence_batch(tokens[start : min(start + 256, num_before)], start, table, size, ()))
+            rows = range(len(tokens) - num_before)
+            got = logprobs(executor.run(sequence_batch(tokens[num_before:], num_before, table, size, rows)))
             ids, expected = np.array(reference["ids"]), np.array(reference["lp"])
             differences.append(np.abs(np.take_along_axis(got, ids, 1) - expected)[:, :10].reshape(-1))
             flips += int(np.sum((got.argmax(axis=1) != ids[:, 0]) & (expected[:, 0] - expected[:, 1] > 0.5)))
