@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 KVType = Literal["f16", "q8"]
+SpeculationMethod = Literal["off", "lookup", "draft"]
 
 _UNITS = (
     {"": 1, "b": 1}
@@ -59,6 +60,13 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(512, "Tokens computed in one step, decodes and prompts together.")
     max_waiting: int = setting(4096, "Requests that may wait; more are refused.")
     prefix_caching: bool = setting(True, "Reuse the keys and values of equal prompt beginnings.")
+    speculation: SpeculationMethod = setting(
+        "lookup",
+        "Guess tokens and check several in one step where that is faster; answers stay the same. "
+        "lookup: guess from the text so far; draft: with --draft-model.",
+    )
+    draft_model: str | None = setting(None, "Small model of the same vocabulary that guesses, for --speculation draft.")
+    num_speculative_tokens: int = setting(8, "Tokens to guess at most for one sequence in one step.")
     pin_threads: bool = setting(True, "Bind each thread to one CPU.")
     isa: str = setting("auto", "Instruction set of the kernels: auto, reference or avx2.")
 

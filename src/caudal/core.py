@@ -115,6 +115,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    speculate: bool = True  # False: one token a step, even if the engine speculates; the output is the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import logging
 import secrets
 import time
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from caudal.config import KVType
+from caudal.config import KVType, SpeculationMethod
 from caudal.core import (
     Batch,
     CaudalError,
@@ -29,11 +29,10 @@ from caudal.core import (
 from caudal.engine.blocks import BlockPool
 from caudal.engine.sampling import SampledToken, Sampler, SamplerRow, validate
 from caudal.engine.scheduler import Scheduler, wants_prompt_logits
+from caudal.engine.speculation import MAX_STEP_ROWS, Lookup, Speculation, Speculator
 from caudal.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
     from caudal.config import EngineConfig
@@ -62,6 +61,9 @@ class EngineStats:
     prefix_cache_hits: int = 0  # tokens found
     prompt_tokens: int = 0  # of sequences that gave their first token
     generation_tokens: int = 0
+    num_drafts: int = 0  # that went through the model
+    num_draft_tokens: int = 0  # in these
+    num_accepted_tokens: int = 0  # of these, equal to what was sampled
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,8 @@ class _Generation:
     stop_token_ids: frozenset[int]
     max_num_tokens: int  # prompt and output
     prompt_logprobs: list[TokenLogprobs | None] | None
+    speculation: Speculation | None = None  # None: gets no drafts
+    draft: list[int] = field(default_factory=list[int])  # behind the last token, in the step in progress
     table_row: int = -1  # in Engine._tables, while running
     num_table_entries: int = 0  # block ids written there
 
@@ -83,7 +87,7 @@ class _Step:
     """A batch, and what the rows of its logits are for."""
 
     batch: Batch
-    samplers: dict[_Generation, int]  # those that get a token: the row
+    samplers: dict[_Generation, int]  # those that get a token: the row, and those of their draft tokens follow
     scores: dict[_Generation, list[tuple[int, int]]]  # prompt tokens that get logprobs: (position, the row before it)
 
 
@@ -95,6 +99,7 @@ _SETTING_RANGES = {
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**20),
     "max_waiting": (0, 2**31 - 1),
+    "num_speculative_tokens": (1, MAX_STEP_ROWS - 1),
 }
 
 
@@ -110,8 +115,10 @@ def validate_config(config: EngineConfig) -> None:
             raise InvalidSettingError(f"{name} must be at most {most}, not {value}")
     if config.max_model_len == 1:
         raise InvalidSettingError("max_model_len must be at least 2: one token of prompt and one of output")
-    if config.kv_type not in get_args(KVType):
-        raise InvalidSettingError(f"kv_type must be one of {', '.join(get_args(KVType))}, not {config.kv_type!r}")
+    for name, kind in (("kv_type", KVType), ("speculation", SpeculationMethod)):
+        value = getattr(config, name)
+        if value not in get_args(kind):
+            raise InvalidSettingError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
 
 
 class Engine:
@@ -140,6 +147,10 @@ class Engine:
             max_model_len=min(self._context_length, self._cache_tokens),
             prefix_caching=config.prefix_caching,
         )
+        self._speculator = self._new_speculator(config)
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
         self._generations: dict[Sequence, _Generation] = {}
         self._requests: dict[str, list[_Generation]] = {}  # the unfinished sequences of each
         self._tables = np.zeros(
@@ -176,6 +187,9 @@ class Engine:
             prefix_cache_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def validate(self, request: Request) -> None:
@@ -230,20 +244,23 @@ class Engine:
         for index in range(params.n):
             prompt_logprobs: list[TokenLogprobs | None] = [None] * len(request.prompt_token_ids)
             seq = Sequence(request, index, list(request.prompt_token_ids), len(request.prompt_token_ids))
+            row = SamplerRow(
+                params=params,
+                seed=(seed + index * _SEED_STEP) & _MASK64,
+                token_ids=seq.token_ids,
+                num_prompt_tokens=seq.num_prompt_tokens,
+                end_token_ids=end_token_ids,
+            )
+            speculator = self._speculator if params.speculate else None
             generations.append(
                 _Generation(
                     seq=seq,
-                    row=SamplerRow(
-                        params=params,
-                        seed=(seed + index * _SEED_STEP) & _MASK64,
-                        token_ids=seq.token_ids,
-                        num_prompt_tokens=seq.num_prompt_tokens,
-                        end_token_ids=end_token_ids,
-                    ),
+                    row=row,
                     detokenizer=self._new_detokenizer(params) if params.detokenize else None,
                     stop_token_ids=frozenset(end_token_ids),
                     max_num_tokens=max_num_tokens,
                     prompt_logprobs=prompt_logprobs if wants_prompt_logits(seq) else None,
+                    speculation=None if speculator is None else speculator.start(row),
                 )
             )
         self._requests[request.request_id] = generations
@@ -268,9 +285,12 @@ class Engine:
         for seq in plan:
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = now
+        if self._speculator is not None:
+            self._add_drafts(self._speculator, plan, generations)
         self._num_steps += 1
         self._num_step_tokens = sum(plan.values())
         self._num_computed_tokens += self._num_step_tokens
+        started = time.perf_counter()
         try:
             step = self._build(plan, generations)
             logits = self._executor.run(step.batch)
@@ -279,11 +299,11 @@ class Engine:
         except Exception as error:  # noqa: BLE001  (whatever failed, it must not end the loop)
             _log.exception("a step with %d sequences failed", len(plan))
             return [self._fail(generation, f"the step failed: {error}") for generation in generations]
-        self._scheduler.update(plan)
+        self._scheduler.update({g.seq: plan[g.seq] - len(g.draft) for g in generations})
         outputs = self._score_prompts(step, logits) if step.scores else []
-        samplers, tokens = self._sample(step, logits)
-        now = time.monotonic()
-        outputs += [self._accept(generation, token, now) for generation, token in zip(samplers, tokens, strict=True)]
+        outputs += self._extend(step, logits)
+        if self._speculator is not None and self._num_step_tokens == len(logits):
+            self._speculator.record(len(logits), len(logits) - len(plan), time.perf_counter() - started)
         return outputs
 
     def close(self) -> None:
@@ -318,6 +338,25 @@ class Engine:
             min_tokens=params.min_tokens,
         )
 
+    def _new_speculator(self, config: EngineConfig) -> Speculator | None:
+        return None if config.speculation == "off" else Speculator(Lookup(), config.num_speculative_tokens)
+
+    def _add_drafts(self, speculator: Speculator, plan: dict[Sequence, int], generations: list[_Generation]) -> None:
+        """Put draft tokens behind the last tokens of sequences in the plan."""
+        targets: list[tuple[_Generation, Speculation, int]] = []
+        for generation in generations:
+            seq, speculation = generation.seq, generation.speculation
+            if speculation is None or seq.num_output_tokens == 0 or seq.num_computed_tokens + 1 < seq.num_tokens:
+                continue
+            targets.append((generation, speculation, generation.max_num_tokens - seq.num_tokens - 1))
+        drafts = speculator.draft([(target, limit) for _, target, limit in targets], sum(plan.values()))
+        found = {g.seq: draft for (g, _, _), draft in zip(targets, drafts, strict=True) if draft}
+        granted = self._scheduler.add_drafts(plan, {seq: len(draft) for seq, draft in found.items()})
+        for seq, count in granted.items():
+            self._generations[seq].draft = found[seq][:count]
+        self._num_drafts += len(granted)
+        self._num_draft_tokens += sum(granted.values())
+
     def _build(self, plan: dict[Sequence, int], generations: list[_Generation]) -> _Step:
         """The arrays of one step. Python work per sequence is constant; the rest is numpy."""
         counts = np.fromiter(plan.values(), np.int32, len(plan))
@@ -344,9 +383,10 @@ class Engine:
                 token_ids.append(seq.token_ids[start])
             else:
                 token_ids += seq.token_ids[start : start + count]
-            if start + count == len(seq.token_ids):
+                token_ids += generation.draft
+            if start + count == len(seq.token_ids) + len(generation.draft):
                 samplers[generation] = len(logits_rows)
-                logits_rows.append(len(token_ids) - 1)
+                logits_rows += range(len(token_ids) - 1 - len(generation.draft), len(token_ids))
         tables = self._tables[table_rows, :num_blocks]
         in_sequence = np.repeat(np.arange(len(plan)), counts)
         positions = np.arange(len(token_ids), dtype=np.int32) + (starts - query_start[:-1])[in_sequence]
@@ -400,28 +440,60 @@ class Engine:
                 generation.prompt_logprobs[position] = entry
         return failed
 
-    def _sample(self, step: _Step, logits: NDArray[np.float32]) -> tuple[Iterable[_Generation], Iterable[SampledToken]]:
-        """The sequences that get a token, and their tokens. If a batch fails, it is sampled row by row, so that only
-        the guilty suffer."""
-        samplers = step.samplers
-        if step.scores:  # other rows are among them, and sequences may have failed
-            samplers = {g: row for g, row in samplers.items() if g.seq.finish_reason is None}
-            logits = logits[list(samplers.values())]
-        if not samplers:
-            return (), ()
-        rows = [generation.row for generation in samplers]
+    def _extend(self, step: _Step, logits: NDArray[np.float32]) -> list[RequestOutput]:
+        """Give each sequence its next token, and more as long as they are those of its draft."""
+        outputs: list[RequestOutput] = []
+        speculating = [(g, g.speculation, g.seq.num_tokens) for g in step.samplers if g.speculation is not None]
+        live = {g: row for g, row in step.samplers.items() if g.seq.finish_reason is None}
+        num_accepted = 0  # draft tokens of each sequence in `live`
+        while live:
+            following: dict[_Generation, int] = {}
+            now = time.monotonic()
+            for (generation, row), token in zip(live.items(), self._sample(live, logits), strict=True):
+                outputs.append(self._accept(generation, token, now))
+                if num_accepted < len(generation.draft) and generation.draft[num_accepted] == token.token_id:
+                    self._num_accepted_tokens += 1
+                    if generation.seq.finish_reason is None:
+                        following[generation] = row + 1
+            # The keys and values of the tokens before the next ones are in the cache: the drafts were right.
+            self._scheduler.update({generation.seq: 1 for generation in following})
+            live = following
+            num_accepted += 1
+        if self._speculator is not None:
+            for generation, speculation, length in speculating:
+                self._finish_draft(generation)
+                self._speculator.observe(speculation, generation.seq.token_ids[length:])
+        return outputs
+
+    def _finish_draft(self, generation: _Generation) -> None:
+        """The draft has been checked. Its rejected tokens leave keys and values in the cache, which the next tokens
+        overwrite before anybody reads them."""
+        if generation.draft and generation.seq.finish_reason is None:
+            self._scheduler.drop_drafts(generation.seq)
+            num_blocks = len(generation.seq.block_table)
+            self._tables[generation.table_row, num_blocks : generation.num_table_entries] = 0
+            generation.num_table_entries = num_blocks
+        generation.draft = []
+
+    def _sample(self, rows: dict[_Generation, int], logits: NDArray[np.float32]) -> list[SampledToken]:
+        """A token for each of these sequences, from its row of `logits`. If a batch fails, it is sampled row by row, so
+        that only the guilty suffer."""
+        if len(rows) < len(logits):
+            indices = list(rows.values())
+            logits = logits[indices[0]][None] if len(indices) == 1 else logits[indices]
+        samplers = [generation.row for generation in rows]
         try:
-            return samplers, self._sampler.sample(logits, rows)
+            return self._sampler.sample(logits, samplers)
         except Exception:  # noqa: BLE001  (it must not end the loop)
             _log.exception("sampling %d rows together failed", len(rows))
         tokens: list[SampledToken] = []
-        for index, (generation, row) in enumerate(zip(samplers, rows, strict=True)):
+        for index, (generation, row) in enumerate(zip(rows, samplers, strict=True)):
             try:
                 tokens += self._sampler.sample(logits[index : index + 1], [row])
             except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
                 _log.exception("sampling for request %s failed", generation.seq.request.request_id)
                 tokens.append(SampledToken(-1, error=f"sampling failed: {error}"))
-        return samplers, tokens
+        return tokens
 
     def _accept(self, generation: _Generation, token: SampledToken, now: float) -> RequestOutput:
         """Append a sampled token to its sequence; ends the sequence if that stops it."""
@@ -474,6 +546,8 @@ class Engine:
         seq, request_id = generation.seq, generation.seq.request.request_id
         self._scheduler.finish(seq, reason)
         self._release_table_row(generation)
+        if self._speculator is not None and generation.speculation is not None:
+            self._speculator.forget(generation.speculation)
         del self._generations[seq]
         unfinished = self._requests[request_id]
         unfinished.remove(generation)

@@ -176,9 +176,34 @@ class Scheduler:
             self._share(self.max_num_batched_tokens - len(plan), candidates, plan)
         return plan
 
+    def add_drafts(self, plan: dict[Sequence, int], wanted: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Let sequences of the plan that compute their last token compute draft tokens behind it, as far as the budget,
+        free blocks and their final lengths allow: how many of those wanted, which the plan then includes. Nobody is
+        preempted for it, and `drop_drafts` gives back what it took."""
+        budget = self.max_num_batched_tokens - sum(plan.values())
+        granted: dict[Sequence, int] = {}
+        for seq, count in wanted.items():
+            assert seq.num_computed_tokens + plan[seq] == seq.num_tokens
+            allowed = min(count, budget, self._final_length(seq) - seq.num_tokens)
+            missing = self.pool.blocks_for(seq.num_tokens + allowed) - len(seq.block_table)
+            if missing > 0:
+                seq.block_table += self.pool.allocate(min(missing, self.pool.num_free))
+            allowed = min(allowed, len(seq.block_table) * self.pool.block_size - seq.num_tokens)
+            if allowed > 0:
+                granted[seq] = allowed
+                plan[seq] += allowed
+                budget -= allowed
+        return granted
+
+    def drop_drafts(self, seq: Sequence) -> None:
+        """Give back the blocks that only rejected draft tokens needed. Call it after `update` for the accepted ones."""
+        num_blocks = self.pool.blocks_for(seq.num_computed_tokens)
+        self.pool.release(seq.block_table[num_blocks:])
+        del seq.block_table[num_blocks:]
+
     def update(self, plan: dict[Sequence, int]) -> None:
-        """Record that a step has been computed: its full blocks can be shared from now on. Call it before the
-        sampled tokens are appended, and not for sequences that finished meanwhile."""
+        """Record that tokens have been computed: full blocks can be shared from now on. Only tokens that the sequences
+        have count: of drafts those that were accepted. Not for sequences that finished meanwhile."""
         size = self.pool.block_size
         for seq, num_tokens in plan.items():
             first, seq.num_computed_tokens = seq.num_computed_tokens // size, seq.num_computed_tokens + num_tokens
