@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from caudal.core import (
     RequestTooLongError,
     UnsupportedModelError,
 )
+from caudal.engine.speculation import StepCosts
 from caudal.formats.gguf import write_gguf
 
 ALPHABET = [*"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"0123.:,", "\u0120", "\u010a"]
@@ -247,3 +249,28 @@ def test_a_real_answer(smollm2: Path) -> None:
         answer = llm.chat([{"role": "user", "content": "Say hello."}], SamplingParams(temperature=0.0, max_tokens=40))
         assert answer.text
         assert "<|im_end|>" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, min_p=0.05, seed=3),
+        SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.1),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=4, logprobs=3, n=2),
+    ],
+    ids=["greedy", "sampled", "penalties", "logprobs"],
+)
+def test_speculation_changes_nothing(smollm2: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token and bit by bit; where rows cost nothing, so that the engine speculates as much as it can."""
+    monkeypatch.setattr(StepCosts, "record", lambda self, num_rows, seconds: setattr(self, "_seconds", [1.0] * 16))
+    code = "def add(first, second):\n    return first + second\n\n\ndef subtract(first, second):\n    return first - "
+    prompts = [code, "One, two, three, one, two, three, one, two,", "The capital of France is"]
+    results: list[object] = []
+    for method in ("off", "lookup"):
+        with LLM(smollm2, max_model_len=256, speculation=method) as llm:
+            found = llm.generate(prompts, replace(params, max_tokens=48, ignore_eos=True))
+            results.append([[(o.token_ids, o.text, o.logprobs) for o in result.outputs] for result in found])
+            num_accepted = llm._model.engine.stats().num_accepted_tokens
+            assert num_accepted > 0 if method == "lookup" else num_accepted == 0
+    assert results[0] == results[1]

@@ -171,6 +171,9 @@ class FakeEngine:
             prefix_cache_queries=100,
             prefix_cache_hits=40,
             num_preemptions=3,
+            num_drafts=4,
+            num_draft_tokens=12,
+            num_accepted_tokens=7,
         )
 
     def close(self) -> None:

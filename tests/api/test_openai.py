@@ -410,6 +410,7 @@ def test_every_parameter_reaches_the_engine(server: LiveServer) -> None:
         "prompt_logprobs": 1,
         "priority": -2,
         "cache_salt": "s",
+        "speculate": False,
     }
     assert post(server, "/v1/completions", prompt="x", **body, logprobs=4).status_code == 200
     request = server.engine.received[-1]

@@ -96,6 +96,9 @@ def test_metrics_have_vllms_names_and_count() -> None:
             "vllm:num_preemptions_total",
             "vllm:prompt_tokens_total",
             "vllm:generation_tokens_total",
+            "vllm:spec_decode_num_drafts_total",
+            "vllm:spec_decode_num_draft_tokens_total",
+            "vllm:spec_decode_num_accepted_tokens_total",
             "vllm:time_to_first_token_seconds_count",
             "vllm:inter_token_latency_seconds_count",
             "vllm:request_time_per_output_token_seconds_count",
@@ -119,6 +122,9 @@ def test_metrics_have_vllms_names_and_count() -> None:
         assert seen["vllm:prefix_cache_queries_total", ()] == 100
         assert seen["vllm:prefix_cache_hits_total", ()] == 40
         assert seen["vllm:num_preemptions_total", ()] == 3
+        assert seen["vllm:spec_decode_num_drafts_total", ()] == 4
+        assert seen["vllm:spec_decode_num_draft_tokens_total", ()] == 12
+        assert seen["vllm:spec_decode_num_accepted_tokens_total", ()] == 7
         assert seen["vllm:request_success_total", (("finished_reason", "length"),)] == 7
         assert seen["vllm:request_success_total", (("finished_reason", "stop"),)] == 0
         assert seen["vllm:time_to_first_token_seconds_count", ()] == 7

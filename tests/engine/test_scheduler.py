@@ -28,10 +28,19 @@ def scheduler(num_blocks: int = 32, block_size: int = BLOCK_SIZE, **limits: int)
     return Scheduler(pool, **(defaults | limits))
 
 
-def finish_step(s: Scheduler, plan: dict[Sequence, int]) -> None:
-    """What the engine does after a step: tokens are recorded, a new one appended where all are computed."""
-    s.update(plan)
+def finish_step(
+    s: Scheduler, plan: dict[Sequence, int], drafts: dict[Sequence, int] | None = None, num_accepted: int = 0
+) -> None:
+    """What the engine does after a step: tokens are recorded, a new one appended where all are computed, and more for
+    the first `num_accepted` tokens of each draft."""
+    drafts = drafts or {}
+    s.update({seq: count - drafts.get(seq, 0) for seq, count in plan.items()})
     for seq in plan:
+        for _ in range(min(num_accepted, drafts.get(seq, 0))):
+            seq.token_ids.append(seq.order % 3)
+            s.update({seq: 1})
+        if seq in drafts:
+            s.drop_drafts(seq)
         if seq.num_computed_tokens == seq.num_tokens:
             seq.token_ids.append(seq.order % 3)
             limit = min(seq.num_prompt_tokens + (seq.request.params.max_tokens or 10**9), s.max_model_len)
@@ -97,8 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.forget_finished()
         assert seq.block_table == []
 
-    @rule(fails=st.integers(0, 9))
-    def step(self, fails: int) -> None:
+    @rule(fails=st.integers(0, 9), draft=st.integers(0, 6), num_accepted=st.integers(0, 6))
+    def step(self, fails: int, draft: int = 0, num_accepted: int = 0) -> None:
         best = min(self.alive, key=lambda s: (s.request.priority, s.order), default=None)
         was_running = best is not None and best.status is SequenceStatus.RUNNING
         plan = self.scheduler.schedule()
@@ -107,15 +116,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert best is not None
             assert best.status is SequenceStatus.RUNNING, "the first in line lost its blocks"
             assert best in plan or len(plan) == self.scheduler.max_num_batched_tokens
-        self.check_plan(plan)
+        self.check_plan(plan, {})
+        drafts = self.draft(plan, draft)
+        self.check_plan(plan, drafts)
         if fails == 0:
             for seq in plan:
                 self.scheduler.finish(seq, FinishReason.ERROR)
         else:
-            finish_step(self.scheduler, plan)
+            finish_step(self.scheduler, plan, drafts, num_accepted)
         self.forget_finished()
 
-    def check_plan(self, plan: dict[Sequence, int]) -> None:
+    def draft(self, plan: dict[Sequence, int], count: int) -> dict[Sequence, int]:
+        """Drafts for all that compute their last token, from what is left over."""
+        before = dict(plan)
+        num_preemptions = self.scheduler.num_preemptions
+        wanted = {seq: count for seq in plan if seq.num_computed_tokens + plan[seq] == seq.num_tokens}
+        drafts = self.scheduler.add_drafts(plan, wanted)
+        assert self.scheduler.num_preemptions == num_preemptions
+        assert all(0 < drafts[seq] <= count for seq in drafts)
+        assert plan == {seq: n + drafts.get(seq, 0) for seq, n in before.items()}
+        return drafts
+
+    def check_plan(self, plan: dict[Sequence, int], drafts: dict[Sequence, int]) -> None:
         pool = self.scheduler.pool
         assert sum(plan.values()) <= self.scheduler.max_num_batched_tokens
         written: set[int] = set()
@@ -124,7 +146,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert seq.status is SequenceStatus.RUNNING
             end = seq.num_computed_tokens + count
             assert count > 0
-            assert end <= seq.num_tokens
+            assert end == seq.num_tokens + drafts[seq] if seq in drafts else end <= seq.num_tokens
+            assert end < self.scheduler.max_model_len
             assert len(seq.block_table) == len(set(seq.block_table))
             assert len(seq.block_table) * BLOCK_SIZE >= end
             for index in range(seq.num_computed_tokens // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
@@ -147,6 +170,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block_id in range(pool.num_blocks):
             assert pool.num_references(block_id) == entries[block_id]
         assert pool.num_free == pool.num_blocks - len(entries)
+
+    @invariant()
+    def only_tokens_of_sequences_are_published(self) -> None:
+        pool = self.scheduler.pool
+        for seq in self.alive:
+            for index, block_id in enumerate(seq.block_table):
+                hash = pool._blocks[block_id].hash
+                assert hash is None or seq.block_hashes[index] == hash
+                assert hash is None or (index + 1) * BLOCK_SIZE <= seq.num_computed_tokens
 
     @invariant()
     def queues_are_consistent(self) -> None:

@@ -473,8 +473,7 @@ def test_rows_go_to_the_sequences_that_are_likely_to_use_them() -> None:
     sure, unsure = (speculator.start(row(list(range(50)) + list(range(40)))) for _ in range(2))
     for _ in range(40):
         speculator.record(2, 0, 0.01)
-        speculator.record(8, 0, 0.013)
-        speculator.record(16, 0, 0.02)
+        speculator.record(10, 0, 0.011)
         for target in (sure, unsure):
             for level in range(8):
                 target.chances.observe(level, target is sure)
@@ -514,7 +513,7 @@ def test_costs_are_learned_and_bad_measurements_forgotten() -> None:
     assert costs[5] > 0.05
     for _ in range(600):
         costs.record(1, 0.010)
-    assert costs[5] < 0.02, "tried again some day"
+    assert costs[5] < 0.025, "tried again some day"
 
 
 def test_the_whole_loop_with_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

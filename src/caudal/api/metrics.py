@@ -151,6 +151,9 @@ class _EngineCollector(Collector):
             ("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed.", stats.num_preemptions),
             ("vllm:prompt_tokens", "Prompt tokens of sequences that gave a token.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("vllm:spec_decode_num_drafts", "Drafts that were checked.", stats.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens in these drafts.", stats.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),
             ("caudal:engine_steps", "Steps of the engine.", stats.num_steps),
             ("caudal:computed_tokens", "Tokens that went through the model, in all steps.", stats.num_computed_tokens),
         )

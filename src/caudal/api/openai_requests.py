@@ -96,6 +96,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool = False
     priority: Int64 = 0
     cache_salt: str = Field("", max_length=128)
+    speculate: bool = True
     response_format: ResponseFormat | None = None
 
     def check(self) -> None:
@@ -139,6 +140,7 @@ class GenerationBody(Body):
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
+            speculate=self.speculate,
         )
 
 

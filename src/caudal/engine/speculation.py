@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from caudal.engine.sampling import SamplerRow
 
 MAX_STEP_ROWS = 16  # of a step with drafts: beyond, computing counts and not reading the weights, so drafts cost
-MIN_GAIN = 1.03  # tokens per second that drafts must promise, against none
+MIN_GAIN = 1.05  # tokens per second that drafts must promise, against none
 PLAIN_EVERY = 48  # after so many steps with drafts comes one without, to measure it
 ROW_COST = 0.2  # guess: what a row more adds to a step, as a share of the time of a step with one
 
@@ -36,7 +36,7 @@ MAX_CANDIDATES = 16  # earlier places compared
 
 # The quality of a guess: how many tokens before it equal those before the place that it is copied from.
 _LEVELS = (3, 4, 5, 6, 8, 12, 16)
-LOOKUP_CHANCES = (0.3, 0.4, 0.5, 0.55, 0.65, 0.75, 0.8, 0.85)  # until there are measurements
+LOOKUP_CHANCES = (0.35, 0.45, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)  # until there are measurements
 
 
 class LookupIndex:
@@ -117,7 +117,7 @@ class Lookup:
 class Chances:
     """How often draft tokens of each quality were right; recent ones count more."""
 
-    _WEIGHT = 4.0  # observations that the prior counts for
+    _WEIGHT = 8.0  # observations that the prior counts for
     _MEMORY = 0.97  # what an observation still counts for after the next one of its level
 
     def __init__(self, prior: Chances | Sequence[float]) -> None:
