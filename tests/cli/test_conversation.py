@@ -51,6 +51,9 @@ def test_set(talk):
     for wrong in ("/set temperature hot", "/set temperature -1", "/set heat 2"):
         assert obey(talk, wrong).text
     assert talk.params == SamplingParams(temperature=0.5)
+    assert obey(talk, "/set stop END").text == "stop = END"
+    assert obey(talk, "/set stop none").text == "stop = none"
+    assert "max_tokens = none" in obey(talk, "/set").text
 
 
 def test_regenerate_asks_the_last_question_again(talk):
@@ -58,6 +61,16 @@ def test_regenerate_asks_the_last_question_again(talk):
     assert talk.turns[-1] == {"role": "user", "content": "two?"}
     talk.turns.clear()
     assert not obey(talk, "/regenerate").regenerate
+
+
+def test_an_answer_stays_if_its_replacement_does_not_come(talk):
+    before = talk.messages
+    obey(talk, "/regenerate")
+    talk.drop_question()
+    assert talk.messages == before
+    talk.ask("three?")
+    talk.drop_question()
+    assert talk.messages == before
 
 
 def test_save_and_load(talk, tmp_path):
@@ -77,7 +90,7 @@ def test_load_refuses_other_files(talk, tmp_path, content):
     before = talk.messages
     assert "not a saved conversation" in obey(talk, f"/load {file}").text
     assert talk.messages == before
-    assert obey(talk, "/load /nowhere/at/all").text
+    assert obey(talk, "/load /nowhere/at/all").text == "/nowhere/at/all: No such file or directory"
 
 
 def test_clear_and_exit(talk):

@@ -103,6 +103,8 @@ def test_every_sampling_help_belongs_to_a_field():
         ("temperature", "0.25", 0.25),
         ("top-k", "40", 40),
         ("seed", "none", None),
+        ("temperature", "default", CONVERSATION_DEFAULTS["temperature"]),
+        ("stop", "default", ()),
         ("max_tokens", "12", 12),
         ("stop", "\n", ("\n",)),
         ("ignore_eos", "true", True),

@@ -7,9 +7,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import click
 
+from caudal.cli.support.errors import describe
 from caudal.cli.support.options import SAMPLING_HELP, parse_sampling
 from caudal.core import SamplingParams
 
@@ -25,6 +27,7 @@ class Conversation:
     model: str = ""
     system: str = ""
     turns: list[Message] = field(default_factory=list[Message])  # user and assistant in turn
+    _replaced: Message | None = field(default=None, init=False)  # the answer that is being given anew
 
     @property
     def messages(self) -> list[Message]:
@@ -34,19 +37,23 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         self.turns.append({"role": "user", "content": text})
+        self._replaced = None
 
     def answer(self, text: str) -> None:
         self.turns.append({"role": "assistant", "content": text})
+        self._replaced = None
 
     def drop_answer(self) -> bool:
         """Forget the last answer, so that its question is the last turn. False if there is none."""
         if self.turns and self.turns[-1]["role"] == "assistant":
-            self.turns.pop()
+            self._replaced = self.turns.pop()
         return bool(self.turns)
 
     def drop_question(self) -> None:
-        """Forget a question that got no answer."""
-        if self.turns and self.turns[-1]["role"] == "user":
+        """Forget a question that got no answer; one that was asked again keeps the answer that it had."""
+        if self._replaced is not None:
+            self.answer(self._replaced["content"])
+        elif self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
     def drop_oldest(self) -> bool:
@@ -106,7 +113,7 @@ def _system(conversation: Conversation, argument: str) -> Reply:
 def _set(conversation: Conversation, argument: str) -> Reply:
     name, _, value = argument.partition(" ")
     if not name:
-        rows = [f"  {name} = {getattr(conversation.params, name)}" for name in SAMPLING_HELP]
+        rows = [f"  {name} = {_shown(getattr(conversation.params, name))}" for name in SAMPLING_HELP]
         return Reply("\n".join(rows))
     name = name.replace("-", "_")
     if not value.strip():
@@ -114,7 +121,14 @@ def _set(conversation: Conversation, argument: str) -> Reply:
     changed = dataclasses.replace(conversation.params, **{name: parse_sampling(name, value.strip())})  # type: ignore[arg-type]
     conversation.check(changed)
     conversation.params = changed
-    return Reply(f"{name} = {getattr(changed, name)}")
+    return Reply(f"{name} = {_shown(getattr(changed, name))}")
+
+
+def _shown(value: object) -> str:
+    """A setting's value, as /set takes it."""
+    if isinstance(value, tuple):
+        return " ".join(cast("tuple[str, ...]", value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def _regenerate(conversation: Conversation, argument: str) -> Reply:
@@ -173,4 +187,4 @@ def obey(conversation: Conversation, line: str) -> Reply:
     try:
         return command.run(conversation, argument.strip())
     except (click.UsageError, InvalidRequestError, OSError, ValueError) as error:
-        return Reply(error.message if isinstance(error, click.ClickException) else str(error))
+        return Reply(error.message if isinstance(error, click.ClickException) else describe(error))

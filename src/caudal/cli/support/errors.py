@@ -54,8 +54,13 @@ def report_error(error: BaseException) -> int:
         # Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    message = str(error) or type(error).__name__
-    if isinstance(error, MemoryError):
-        message = "not enough memory"
+    message = "not enough memory" if isinstance(error, MemoryError) else describe(error)
     print(f"caudal: {message}", file=sys.stderr)
     return exit_code(error)
+
+
+def describe(error: BaseException) -> str:
+    """An error's message for people: those of the system come without Python's brackets around them."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

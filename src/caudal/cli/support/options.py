@@ -144,8 +144,9 @@ def parse_sampling(name: str, text: str) -> object:
     field = next((f for f in dataclasses.fields(SamplingParams) if f.name == name.replace("-", "_")), None)
     if field is None or field.name not in SAMPLING_HELP:
         raise click.UsageError(f"no such setting: {name}; there are {', '.join(SAMPLING_HELP)}")
-    option = _option(field, typing.get_type_hints(SamplingParams)[field.name], "", field.default)
+    default = CONVERSATION_DEFAULTS.get(field.name, field.default)
+    option = _option(field, typing.get_type_hints(SamplingParams)[field.name], "", default)
     if text in ("none", "default"):
-        return field.default
+        return default
     value = option.type.convert(text, option, None)
     return (value,) if option.multiple else value
