@@ -276,6 +276,20 @@ def test_a_closed_input_is_an_empty_one(tiny):
     assert done.stdout.startswith("> ")
 
 
+@pytest.mark.parametrize("command", ["run", "chat", "tokenize"])
+def test_input_that_is_no_text_is_read_as_far_as_it_is(tiny, command):
+    limit = [] if command == "tokenize" else ["--max-tokens", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "caudal", command, tiny, *limit],
+        input=b"a\xffb",
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert command != "tokenize" or done.stdout.count(b"\n") >= 3
+
+
 def test_list_shows_what_can_be_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("CAUDAL_HOME", str(tmp_path))
     assert [(m["name"], m["fetched"]) for m in json.loads(caudal("ls", "--json").stdout)] == [("smollm2:135m", False)]

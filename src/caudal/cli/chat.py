@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from caudal.cli.support.errors import report_error
+from caudal.cli.support.input import read_stdin
 from caudal.cli.support.options import engine_options, sampling_options, take
 from caudal.cli.support.output import remark
 from caudal.config import EngineConfig
@@ -70,7 +71,7 @@ def _piped_prompt() -> str:
     import select
 
     readable, _, _ = select.select([sys.stdin], [], [], PIPE_WAIT)
-    return sys.stdin.read().strip() if readable else ""
+    return read_stdin().strip() if readable else ""
 
 
 def _talk(llm: LLM, conversation: Conversation) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from caudal.cli.support.input import read_stdin
 from caudal.cli.support.options import engine_options, json_option, model_argument, sampling_options, take
 from caudal.cli.support.output import print_json
 from caudal.config import EngineConfig
@@ -62,16 +63,12 @@ def command(model: str, prompt: tuple[str, ...], system: str, raw: bool, as_json
 def _read_prompt(words: tuple[str, ...]) -> str:
     if not words:
         if sys.stdin.isatty():
-            raise click.UsageError("no prompt: give one as an argument or on standard input")
+            raise click.UsageError("no prompt: give one as an argument or on standard input; `caudal chat MODEL` talks")
         words = ("-",)
-    text = " ".join(_read_stdin() if word == "-" else word for word in words)
+    text = " ".join(read_stdin().rstrip("\n") if word == "-" else word for word in words)
     if not text:
         raise click.UsageError("the prompt is empty")
     return text
-
-
-def _read_stdin() -> str:
-    return sys.stdin.buffer.read().decode("utf-8", errors="replace").rstrip("\n")
 
 
 def _result(model: str, prompt_ids: Sequence[int], outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
+from caudal.cli.support.input import read_stdin
 from caudal.cli.support.options import json_option, model_argument
 from caudal.cli.support.output import print_json
 
@@ -28,7 +27,7 @@ def command(model: str, text: str | None, no_special: bool, as_json: bool) -> No
     from caudal.cli.support.models import open_model, open_tokenizer
 
     tokenizer = open_tokenizer(open_model(model))
-    content = sys.stdin.buffer.read().decode("utf-8", errors="replace") if text is None else text
+    content = read_stdin() if text is None else text
     ids = tokenizer.encode(content, add_special=not no_special, parse_special=not no_special)
     if as_json:
         print_json(ids, indent=None)
