@@ -210,6 +210,8 @@ def test_tool_call_arguments_in_the_form_that_the_template_shows_right() -> None
         assert template(wants_text).render(messages) == '{"city": "Paris"}'
     damaged = {"type": "function", "function": {"name": "f", "arguments": '{"city": '}}
     assert template(wants_objects).render([*HI, {"role": "assistant", "tool_calls": [damaged]}]) == '"{\\"city\\": "'
+    deep = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    assert "[[[" in template(wants_objects).render([*HI, {"role": "assistant", "tool_calls": [deep]}])
 
 
 def test_continue_final_message() -> None:

@@ -329,7 +329,7 @@ def _tool_call(call: dict[str, Any], as_object: bool) -> dict[str, Any]:
         return call
     arguments = function["arguments"]
     if as_object and isinstance(arguments, str):
-        with suppress(ValueError):  # what a model wrote may be damaged; it is shown as it is
+        with suppress(ValueError, RecursionError):  # what a model wrote may be damaged; it is shown as it is
             arguments = json.loads(arguments or "{}")
     elif not as_object and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
