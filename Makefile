@@ -55,7 +55,7 @@ docs: $(VENV)/.installed  ## Write docs/cli.md anew
 native-test: $(VENV)/.build-tools  ## Build the native tests with sanitizers and run them
 	@echo "» Building the native tests (AddressSanitizer, UndefinedBehaviorSanitizer) ..."
 	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Debug \
-		-DCAUDAL_PYTHON=OFF -DCAUDAL_TESTS=ON -DCAUDAL_SANITIZE=ON >/dev/null
+		-DCAUDAL_PYTHON=OFF -DCAUDAL_TESTS=ON -DCAUDAL_SANITIZE=ON -DCAUDAL_WERROR=ON >/dev/null
 	@PATH="$$PWD/$(BIN):$$PATH" cmake --build $(SANITIZED) -j $(JOBS) >$(SANITIZED)/build.log \
 		|| { tail -40 $(SANITIZED)/build.log; exit 1; }
 	@$(SANITIZED)/caudal_tests
