@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +17,6 @@ from caudal.executors.reference import ReferenceExecutor
 from caudal.formats import Checkpoint
 from caudal.graph.program import Program
 from caudal.models import build_program
-from caudal.quants import QuantType
 
 
 class Open(Protocol):
@@ -36,7 +34,6 @@ class ExecutorCase:
     exact_cache: bool = True  # keys and values are float32
     exact_activations: bool = True  # inputs of quantized weights are not rounded
     bit_identical: bool = True  # results do not depend on batch, chunks and threads
-    has_type: Callable[[QuantType], bool] = lambda _: True
 
 
 # numpy's matrix products round differently for different numbers of rows.
@@ -66,7 +63,6 @@ def native_case(name: str, isa: str) -> ExecutorCase:
         native("f16", isa),
         exact_cache=False,
         exact_activations=False,
-        has_type=lambda quant_type: _native.has_type(quant_type.ggml_id),
     )
 
 

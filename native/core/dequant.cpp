@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "core/codebooks.h"
+
 namespace caudal {
 namespace {
 
@@ -151,6 +153,8 @@ void decode_block(const BlockIQ4_XS& b, float* out) {
   }
 }
 
+#include "core/dequant_rare.inl"
+
 template <class Block, int Size>
 void decode_blocks(const std::byte* src, int64_t n, float* out) {
   const auto* blocks = reinterpret_cast<const Block*>(src);
@@ -199,6 +203,26 @@ Decoder decoder(QuantType type) {
       return decode_blocks<BlockQ6_K, kSuperBlock>;
     case QuantType::kIQ4_XS:
       return decode_blocks<BlockIQ4_XS, kSuperBlock>;
+    case QuantType::kIQ2_XXS:
+      return decode_blocks<BlockIQ2_XXS, kSuperBlock>;
+    case QuantType::kIQ2_XS:
+      return decode_blocks<BlockIQ2_XS, kSuperBlock>;
+    case QuantType::kIQ2_S:
+      return decode_blocks<BlockIQ2_S, kSuperBlock>;
+    case QuantType::kIQ3_XXS:
+      return decode_blocks<BlockIQ3_XXS, kSuperBlock>;
+    case QuantType::kIQ3_S:
+      return decode_blocks<BlockIQ3_S, kSuperBlock>;
+    case QuantType::kIQ1_S:
+      return decode_blocks<BlockIQ1_S, kSuperBlock>;
+    case QuantType::kIQ1_M:
+      return decode_blocks<BlockIQ1_M, kSuperBlock>;
+    case QuantType::kTQ1_0:
+      return decode_blocks<BlockTQ1_0, kSuperBlock>;
+    case QuantType::kTQ2_0:
+      return decode_blocks<BlockTQ2_0, kSuperBlock>;
+    case QuantType::kMXFP4:
+      return decode_blocks<BlockMXFP4, kBlock>;
     case QuantType::kF32:
       return decode_f32;
     case QuantType::kF16:

@@ -26,6 +26,16 @@ const TypeInfo* type_info(QuantType type) {
     CAUDAL_TYPE(Q6_K, kSuperBlock, sizeof(BlockQ6_K))
     CAUDAL_TYPE(IQ4_NL, kBlock, sizeof(BlockIQ4_NL))
     CAUDAL_TYPE(IQ4_XS, kSuperBlock, sizeof(BlockIQ4_XS))
+    CAUDAL_TYPE(IQ2_XXS, kSuperBlock, sizeof(BlockIQ2_XXS))
+    CAUDAL_TYPE(IQ2_XS, kSuperBlock, sizeof(BlockIQ2_XS))
+    CAUDAL_TYPE(IQ2_S, kSuperBlock, sizeof(BlockIQ2_S))
+    CAUDAL_TYPE(IQ3_XXS, kSuperBlock, sizeof(BlockIQ3_XXS))
+    CAUDAL_TYPE(IQ3_S, kSuperBlock, sizeof(BlockIQ3_S))
+    CAUDAL_TYPE(IQ1_S, kSuperBlock, sizeof(BlockIQ1_S))
+    CAUDAL_TYPE(IQ1_M, kSuperBlock, sizeof(BlockIQ1_M))
+    CAUDAL_TYPE(TQ1_0, kSuperBlock, sizeof(BlockTQ1_0))
+    CAUDAL_TYPE(TQ2_0, kSuperBlock, sizeof(BlockTQ2_0))
+    CAUDAL_TYPE(MXFP4, kBlock, sizeof(BlockMXFP4))
 #undef CAUDAL_TYPE
   }
   return nullptr;

@@ -20,9 +20,19 @@ enum class QuantType : int32_t {
   kQ4_K = 12,
   kQ5_K = 13,
   kQ6_K = 14,
+  kIQ2_XXS = 16,
+  kIQ2_XS = 17,
+  kIQ3_XXS = 18,
+  kIQ1_S = 19,
   kIQ4_NL = 20,
+  kIQ3_S = 21,
+  kIQ2_S = 22,
   kIQ4_XS = 23,
+  kIQ1_M = 29,
   kBF16 = 30,
+  kTQ1_0 = 34,
+  kTQ2_0 = 35,
+  kMXFP4 = 39,
 };
 
 struct TypeInfo {
@@ -106,6 +116,67 @@ struct BlockIQ4_XS {  // 8 parts of 32: d * (scale - 32) * kIQ4Values[code]
   uint8_t scales_low[4];
   uint8_t codes[128];
 };
+// Types with codebooks (core/codebooks.h): a code is a vector of 8 or 4 numbers, whose signs lie apart.
+struct BlockIQ2_XXS {  // 8 parts: d * (scale + 1/2) / 4 * signed vector of 8
+  uint16_t d;
+  struct {
+    uint8_t codes[4];
+    uint8_t
+        signs_scale[4];  // from the lowest bit: four times 7 signs (the eighth makes them even), 4 of scale
+  } parts[8];
+};
+struct BlockIQ2_XS {  // scales (nibbles) of 16 numbers each
+  uint16_t d;
+  uint16_t codes[32];  // 9 bits of code, 7 of signs
+  uint8_t scales[8];
+};
+struct BlockIQ2_S {
+  uint16_t d;
+  uint8_t codes[32], signs[32];
+  uint8_t high[8];  // bits 8 and 9 of four codes each
+  uint8_t scales[8];
+};
+struct BlockIQ3_XXS {  // 8 parts: d * (scale + 1/2) / 2 * signed vector of 4
+  uint16_t d;
+  uint8_t codes[64];
+  uint8_t signs_scales[32];  // as in IQ2_XXS
+};
+struct BlockIQ3_S {  // d * (2 * scale + 1) * signed vector of 4; scales (nibbles) of 32 numbers each
+  uint16_t d;
+  uint8_t codes[64];
+  uint8_t high[8];  // bit 8 of eight codes each
+  uint8_t signs[32];
+  uint8_t scales[4];
+};
+struct BlockIQ1_S {  // 8 parts: d * (2 * scale + 1) * (vector of 8 of -1, 0, 1, plus or minus 1/8)
+  uint16_t d;
+  uint8_t codes[32];
+  uint16_t high[8];  // of a part: 3 more bits of four codes each, 3 of scale, 1: minus
+};
+struct BlockIQ1_M {
+  uint8_t codes[32];
+  uint8_t high[16];    // of two codes each: 3 more bits and 1: minus
+  uint16_t scales[4];  // four scales of 16 numbers with 3 bits each, and 4 bits of d
+};
+struct BlockTQ1_0 {   // d * (-1, 0 or 1)
+  uint8_t fives[48];  // of five numbers each
+  uint8_t fours[4];   // of four
+  uint16_t d;
+};
+struct BlockTQ2_0 {
+  uint8_t codes[64];
+  uint16_t d;
+};
+// Twice the numbers that the codes of MXFP4, four-bit floats, stand for.
+constexpr int8_t kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+struct BlockMXFP4 {  // 2^(exponent - 128) * kTwiceE2M1[code]
+  uint8_t exponent;
+  uint8_t codes[16];
+};
+static_assert(sizeof(BlockIQ2_XXS) == 66 && sizeof(BlockIQ2_XS) == 74 && sizeof(BlockIQ2_S) == 82);
+static_assert(sizeof(BlockIQ3_XXS) == 98 && sizeof(BlockIQ3_S) == 110 && sizeof(BlockIQ1_S) == 50);
+static_assert(sizeof(BlockIQ1_M) == 56 && sizeof(BlockTQ1_0) == 54 && sizeof(BlockTQ2_0) == 66);
+static_assert(sizeof(BlockMXFP4) == 17);
 static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockQ5_0) == 22);
 static_assert(sizeof(BlockQ5_1) == 24 && sizeof(BlockQ8_0) == 34 && sizeof(BlockIQ4_NL) == 18);
 static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ4_K) == 144);

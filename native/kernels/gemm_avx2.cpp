@@ -9,6 +9,7 @@
 #include <concepts>
 #include <cstring>
 
+#include "core/codebooks.h"
 #include "kernels/fill.h"
 #include "kernels/gemm.h"
 

@@ -14,9 +14,11 @@
 namespace caudal::test {
 
 inline constexpr QuantType kAllTypes[] = {
-    QuantType::kF32,  QuantType::kF16,  QuantType::kBF16, QuantType::kQ4_0,   QuantType::kQ4_1,
-    QuantType::kQ5_0, QuantType::kQ5_1, QuantType::kQ8_0, QuantType::kQ2_K,   QuantType::kQ3_K,
-    QuantType::kQ4_K, QuantType::kQ5_K, QuantType::kQ6_K, QuantType::kIQ4_NL, QuantType::kIQ4_XS};
+    QuantType::kF32,     QuantType::kF16,    QuantType::kBF16,  QuantType::kQ4_0,    QuantType::kQ4_1,
+    QuantType::kQ5_0,    QuantType::kQ5_1,   QuantType::kQ8_0,  QuantType::kQ2_K,    QuantType::kQ3_K,
+    QuantType::kQ4_K,    QuantType::kQ5_K,   QuantType::kQ6_K,  QuantType::kIQ4_NL,  QuantType::kIQ4_XS,
+    QuantType::kIQ2_XXS, QuantType::kIQ2_XS, QuantType::kIQ2_S, QuantType::kIQ3_XXS, QuantType::kIQ3_S,
+    QuantType::kIQ1_S,   QuantType::kIQ1_M,  QuantType::kTQ1_0, QuantType::kTQ2_0,   QuantType::kMXFP4};
 
 // 64-byte aligned memory of exactly the given size, so that AddressSanitizer sees accesses beyond its end.
 class Memory {
@@ -44,6 +46,12 @@ inline std::vector<size_t> scale_offsets(QuantType type) {
     case QuantType::kQ8_0:
     case QuantType::kIQ4_NL:
     case QuantType::kIQ4_XS:
+    case QuantType::kIQ2_XXS:
+    case QuantType::kIQ2_XS:
+    case QuantType::kIQ2_S:
+    case QuantType::kIQ3_XXS:
+    case QuantType::kIQ3_S:
+    case QuantType::kIQ1_S:
       return {0};
     case QuantType::kQ4_1:
     case QuantType::kQ5_1:
@@ -56,6 +64,10 @@ inline std::vector<size_t> scale_offsets(QuantType type) {
       return {108};
     case QuantType::kQ6_K:
       return {208};
+    case QuantType::kTQ1_0:
+      return {52};
+    case QuantType::kTQ2_0:
+      return {64};
     default:
       return {};
   }
@@ -90,7 +102,7 @@ inline Matrix make_matrix(QuantType type, int64_t rows, int64_t cols, Content co
   const auto block_bytes = static_cast<size_t>(info.block_bytes);
   for (size_t at = 0; at < m.file.size(); at += block_bytes) {
     std::byte* block = m.file.data() + at;
-    if (scales.empty()) {
+    if (info.block_size == 1) {
       float number = value(random);
       if (content == Content::kMax) number = 100.0F;
       if (content == Content::kMin) number = -100.0F;
@@ -119,6 +131,17 @@ inline Matrix make_matrix(QuantType type, int64_t rows, int64_t cols, Content co
       const uint16_t half = float_to_half(number);
       std::memcpy(block + offset, &half, 2);
       m.largest = std::max(m.largest, std::abs(number));
+    }
+    if (type == QuantType::kMXFP4) {
+      block[0] = static_cast<std::byte>(content == Content::kZeroScale ? 0U : 118U + random() % 8);
+    }
+    if (type == QuantType::kIQ1_M) {  // four bits of d in each 16-bit scale
+      const float number = content == Content::kZeroScale ? 0.0F : scale(random);
+      const uint16_t half = float_to_half(content == Content::kNegativeScale ? -number : number);
+      for (int i = 0; i < 4; ++i) {
+        std::byte& top = block[49 + 2 * i];
+        top = (top & std::byte{15}) | static_cast<std::byte>((half >> (4 * i) & 15) << 4);
+      }
     }
   }
   m.values.resize(static_cast<size_t>(rows * cols));

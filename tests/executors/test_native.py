@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from batches import Part, build, run_chunks
 
+from caudal import _native
 from caudal.config import EngineConfig
 from caudal.core import InsufficientMemoryError, UnsupportedModelError
 from caudal.executors.native import NativeExecutor
 from caudal.formats import open_checkpoint
 from caudal.graph.program import Builder
+from caudal.quants import QuantType, all_types, by_name
 from conftest import shared_dir
 from tiny import checkpoint as in_memory
 
@@ -32,7 +34,18 @@ def smol(request: pytest.FixtureRequest, smollm2: Path):
 
 
 def small_models() -> list[str]:
-    return ["arch/gguf/qwen3.gguf", "arch/gguf/qwen2.gguf", "quant/Q4_K_M.gguf", "quant/Q8_0.gguf", "quant/Q5_0.gguf"]
+    return [
+        "arch/gguf/qwen3.gguf",
+        "arch/gguf/qwen2.gguf",
+        "quant/Q4_K_M.gguf",
+        "quant/Q8_0.gguf",
+        "quant/Q5_0.gguf",
+        "quant/Q4_0.gguf",
+        "quant/Q5_1.gguf",
+        "quant/Q5_K_M.gguf",
+        "quant/Q6_K.gguf",
+        "quant/IQ2_XXS.gguf",
+    ]
 
 
 class TestSameBits:
@@ -211,6 +224,27 @@ def test_packing_does_not_destroy_tensors_that_are_no_mapped_file() -> None:
     ids = tokens(20, executor.vocab_size)
     mapped = NativeExecutor(checkpoint, config)
     assert np.array_equal(run_chunks(executor, ids, [0], 20), run_chunks(mapped, ids, [0], 20))
+
+
+@pytest.mark.parametrize("isa", _native.instruction_sets())
+@pytest.mark.parametrize("t", [t for t in all_types() if t.block_size > 1], ids=lambda t: t.name)
+def test_every_quantized_type_decodes_to_the_golden_numbers(t: QuantType, isa: str) -> None:
+    with np.load(shared_dir("golden", "quant", "blocks.npz")) as golden:
+        raw, values = golden[f"{t.name.upper()}_raw"].reshape(-1), golden[f"{t.name.upper()}_values"].reshape(-1)
+    got = np.empty((1, values.size), np.float32)
+    _native.decode_rows(t.ggml_id, 1, values.size, raw, isa, got)
+    assert got.reshape(-1).view(np.uint32).tolist() == values.view(np.uint32).tolist()
+
+
+def test_types_without_kernels_are_refused_by_name() -> None:
+    checkpoint = open_checkpoint(shared_dir("data", "models", "stories260K-f32.gguf"))
+    f64 = by_name("f64")
+    assert f64 is not None
+    tensors = dict(checkpoint.tensors)
+    name = "blk.0.attn_q.weight"
+    tensors[name] = replace(tensors[name], quant_type=f64, data=np.zeros(64 * 64 * 8, np.uint8))
+    with pytest.raises(UnsupportedModelError, match=f"{name} has type f64"):
+        NativeExecutor(replace(checkpoint, tensors=tensors), EngineConfig(num_threads=1))
 
 
 def test_close_is_idempotent() -> None:

@@ -91,11 +91,6 @@ def test_quantization(case: ExecutorCase, name: str):
     if unknown:
         pytest.skip(f"tensor types that Caudal does not have yet: {', '.join(sorted(unknown))}")
     path = GOLDEN / "quant" / f"{name}.gguf"
-    lacking = [t.name for t in {t.quant_type for t in open_checkpoint(path).tensors.values()} if not case.has_type(t)]
-    if lacking:
-        with pytest.raises(UnsupportedModelError, match="|".join(lacking)), opened(case, path):
-            pass
-        return
     expected = np.load(GOLDEN / "quant" / f"{name}.S.npz")
     # llama.cpp rounds activations too; a difference within its own is right.
     summary = TYPES_OF_QUANTIZED[name]["S"]
