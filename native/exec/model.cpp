@@ -12,10 +12,19 @@ namespace caudal {
 namespace {
 
 constexpr int kLoopsPerPhase = 3;
-constexpr int kItemsPerThread = 8;    // of a phase: small enough to share evenly, large enough to stream
-constexpr int kMaxSegmentPanels = 8;  // 128 output rows
-constexpr int64_t kBlockGroups = 16;  // 64 tokens: their activations stay in L2 while panels pass
-constexpr int64_t kTileLd = kMaxSegmentPanels * kPanelRows;
+constexpr int kItemsPerThread = 8;  // of a phase: small enough to share evenly, large enough to stream
+
+// The largest piece of a matrix product that a thread takes at once.
+struct Piece {
+  int panels;
+  int64_t groups;
+  constexpr int64_t rows() const { return int64_t{panels} * kPanelRows; }
+};
+// 64 tokens' activations and 128 rows of weights stay in L2 beside each other. With few tokens, long
+// stretches of weights are read faster.
+constexpr Piece kManyTokens{8, 16}, kFewTokens{32, 4};
+constexpr int64_t kPieceFloats = kManyTokens.rows() * kManyTokens.groups * kTokenGroup;
+static_assert(kPieceFloats == kFewTokens.rows() * kFewTokens.groups * kTokenGroup);
 constexpr size_t kPrefetchSlack = 8192;  // kernels prefetch this far behind a panel or a block of the cache
 constexpr int kItemsPerThreadOfAttention = 4;
 // Partials of attention, which grow with queries x context: of one thread's tile, and of a step whose chunks
@@ -114,7 +123,7 @@ int Model::add_rope_table(std::span<const float> inv_freq, float mscale) {
 }
 
 void Model::add_phase(Phase phase) {
-  PlannedPhase p{.phase = std::move(phase), .segments = {}};
+  PlannedPhase p{.phase = std::move(phase), .segments = {}, .long_segments = {}};
   phases_.push_back(std::move(p));
 }
 
@@ -205,11 +214,17 @@ void Model::plan_segments(PlannedPhase& p) const {
   const auto& ph = std::get<LinearPhase>(p.phase);
   int64_t total = 0;
   for (const LinearSpec& s : ph.linears) total += weights_[static_cast<size_t>(s.weight)].panels();
-  const int64_t step = std::clamp<int64_t>(total / (kItemsPerThread * pool_->size()), 1, kMaxSegmentPanels);
-  for (int i = 0; i < static_cast<int>(ph.linears.size()); ++i) {
-    const int64_t panels = weights_[static_cast<size_t>(ph.linears[static_cast<size_t>(i)].weight)].panels();
-    for (int64_t q = 0; q < panels; q += step) p.segments.push_back({i, q, std::min(q + step, panels)});
-  }
+  const int64_t share = total / (kItemsPerThread * pool_->size());
+  const auto cut = [&](const Piece& piece, std::vector<Segment>& segments) {
+    const int64_t step = std::clamp<int64_t>(share, 1, piece.panels);
+    for (int i = 0; i < static_cast<int>(ph.linears.size()); ++i) {
+      const LinearSpec& spec = ph.linears[static_cast<size_t>(i)];
+      const int64_t panels = weights_[static_cast<size_t>(spec.weight)].panels();
+      for (int64_t q = 0; q < panels; q += step) segments.push_back({i, q, std::min(q + step, panels)});
+    }
+  };
+  cut(kManyTokens, p.segments);
+  cut(kFewTokens, p.long_segments);
 }
 
 void Model::finish(ValueId output, CacheShape cache) {
@@ -352,7 +367,7 @@ void Model::finish(ValueId output, CacheShape cache) {
     }
   }
   const size_t kernel_bytes = align64(std::max(gemm_scratch_bytes(), attention_bytes));
-  const size_t tile_floats = static_cast<size_t>(kBlockGroups * kTokenGroup * kTileLd);
+  const auto tile_floats = static_cast<size_t>(kPieceFloats);
   for (int i = 0; i < pool_->size(); ++i) {
     Scratch s;
     // The pieces start at different offsets within a page: buffers at equal offsets modulo 4096 evict one
@@ -674,16 +689,19 @@ void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loo
     prepare_group(0);
   }
 
-  const int64_t blocks = (groups + kBlockGroups - 1) / kBlockGroups;
-  parallel_stretches(loop, static_cast<int64_t>(p.segments.size()) * blocks, m, [&](int64_t item) {
-    const int64_t g0 = item % blocks * kBlockGroups;
-    linear_item(ph, p.segments[static_cast<size_t>(item / blocks)], acts, g0,
-                std::min(groups, g0 + kBlockGroups), tokens, scratch);
+  const bool few = groups <= kFewTokens.groups;
+  const Piece& piece = few ? kFewTokens : kManyTokens;
+  const std::vector<Segment>& segments = few ? p.long_segments : p.segments;
+  const int64_t blocks = (groups + piece.groups - 1) / piece.groups;
+  parallel_stretches(loop, static_cast<int64_t>(segments.size()) * blocks, m, [&](int64_t item) {
+    const int64_t g0 = item % blocks * piece.groups;
+    linear_item(ph, segments[static_cast<size_t>(item / blocks)], acts, g0,
+                std::min(groups, g0 + piece.groups), tokens, piece.rows(), scratch);
   });
 }
 
 void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activations* acts, int64_t g0,
-                        int64_t g1, int64_t tokens, Scratch& scratch) const {
+                        int64_t g1, int64_t tokens, int64_t tile_ld, Scratch& scratch) const {
   const LinearSpec& spec = ph.linears[static_cast<size_t>(s.linear)];
   const Weight& w = weights_[static_cast<size_t>(spec.weight)];
   const int64_t t0 = g0 * kTokenGroup, t1 = std::min(tokens, g1 * kTokenGroup);
@@ -704,14 +722,14 @@ void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activatio
   }
   const Weight& up = weights_[static_cast<size_t>(spec.up_weight)];
   const float* up_bias = vector(spec.up_bias);
-  const int64_t origin = t0 * kTileLd + r0;  // gemm() counts tokens and rows from 0
-  kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w))], g0, g1, scratch.tile[0] - origin, kTileLd,
-                scratch.kernel);
+  const int64_t origin = t0 * tile_ld + r0;  // gemm() counts tokens and rows from 0
+  kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w))], g0, g1, scratch.tile[0] - origin,
+                static_cast<size_t>(tile_ld), scratch.kernel);
   kernels_.gemm(up, s.p0, s.p1, acts[static_cast<int>(act_kind(up))], g0, g1, scratch.tile[1] - origin,
-                kTileLd, scratch.kernel);
+                static_cast<size_t>(tile_ld), scratch.kernel);
   for (int64_t t = t0; t < t1; ++t) {
-    float* a = scratch.tile[0] + (t - t0) * kTileLd;
-    float* b = scratch.tile[1] + (t - t0) * kTileLd;
+    float* a = scratch.tile[0] + (t - t0) * tile_ld;
+    float* b = scratch.tile[1] + (t - t0) * tile_ld;
     if (bias != nullptr) kernels_.add(a, bias + r0, n, a);
     if (up_bias != nullptr) kernels_.add(b, up_bias + r0, n, b);
     kernels_.glu(spec.act, a, b, n, out + t * w.rows + r0);

@@ -154,9 +154,9 @@ class Model {
   };
   struct PlannedPhase {
     Phase phase;
-    std::vector<Segment> segments;
-    bool uses[kNumActKinds] = {};  // by ActKind
-    int64_t cols = 0;              // input width of a LinearPhase
+    std::vector<Segment> segments, long_segments;  // the same panels in other pieces; see Piece
+    bool uses[kNumActKinds] = {};                  // by ActKind
+    int64_t cols = 0;                              // input width of a LinearPhase
   };
   struct Tile {  // up to kMaxQueriesPerCall queries of one sequence
     int seq, token, n, first_position, chunk1;
@@ -202,7 +202,7 @@ class Model {
   void execute_embed(const EmbedPhase& ph, int loop);
   void execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loop, Member& m);
   void linear_item(const LinearPhase& ph, const Segment& s, const Activations* acts, int64_t g0, int64_t g1,
-                   int64_t tokens, Scratch& scratch) const;
+                   int64_t tokens, int64_t tile_ld, Scratch& scratch) const;
   void execute_attention(const AttentionPhase& ph, int loop, Member& m);
   void append(const AttentionPhase& ph, int64_t t0, int64_t t1, int kv_head, Scratch& scratch) const;
   void attend_tile(const AttentionPhase& ph, const Tile& tile, int kv_head, Scratch& scratch) const;
