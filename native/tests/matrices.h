@@ -73,6 +73,26 @@ inline std::vector<size_t> scale_offsets(QuantType type) {
   }
 }
 
+// The bytes of a block that hold integer scales, which the smallest codes need to be seen.
+struct ByteRange {
+  size_t begin = 0, end = 0;
+};
+inline ByteRange integer_scales(QuantType type) {
+  switch (type) {
+    case QuantType::kQ2_K:
+      return {0, 16};
+    case QuantType::kQ3_K:
+      return {96, 108};
+    case QuantType::kQ4_K:
+    case QuantType::kQ5_K:
+      return {4, 16};
+    case QuantType::kQ6_K:
+      return {192, 208};
+    default:
+      return {};
+  }
+}
+
 struct Matrix {
   QuantType type;
   int64_t rows, cols;
@@ -123,6 +143,12 @@ inline Matrix make_matrix(QuantType type, int64_t rows, int64_t cols, Content co
       if (content == Content::kMax) byte = static_cast<std::byte>(is_signed ? 127 : 255);
       if (content == Content::kMin) byte = static_cast<std::byte>(is_signed ? -128 : 0);
       block[i] = byte;
+    }
+    const ByteRange integers = integer_scales(type);
+    for (size_t i = integers.begin; i < integers.end; ++i) {
+      const bool is_signed = type == QuantType::kQ6_K;
+      if (content == Content::kMax) block[i] = static_cast<std::byte>(is_signed ? 127 : 255);
+      if (content == Content::kMin) block[i] = static_cast<std::byte>(is_signed ? -128 : 255);
     }
     for (const size_t offset : scales) {
       float number = scale(random);
