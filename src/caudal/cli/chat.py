@@ -77,8 +77,8 @@ def _piped_prompt() -> str:
 def _talk(llm: LLM, conversation: Conversation) -> None:
     from caudal.cli.support.conversation import obey
 
-    remark(f"{conversation.model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat.")
     read_line = _line_reader()
+    remark(f"{conversation.model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat.")
     while True:
         try:
             line = read_line().strip()
