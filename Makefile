@@ -14,12 +14,13 @@ JOBS ?= $(shell nproc)
 CPP := $(wildcard native/*/*.cpp native/*/*.h native/*/*.inl)
 NATIVE := CMakeLists.txt $(CPP)
 SANITIZED := build/sanitized
+ARM := build/aarch64
 PYTEST_ARGS ?=
 
-.PHONY: help chat serve test lint format stubs docs native-test model clean
+.PHONY: help chat serve test lint format stubs docs native-test native-test-arm model clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 
 chat: $(VENV)/.installed  ## Set everything up and talk with the default model
 	@$(BIN)/caudal chat
@@ -59,6 +60,27 @@ native-test: $(VENV)/.build-tools  ## Build the native tests with sanitizers and
 	@PATH="$$PWD/$(BIN):$$PATH" cmake --build $(SANITIZED) -j $(JOBS) >$(SANITIZED)/build.log \
 		|| { tail -40 $(SANITIZED)/build.log; exit 1; }
 	@$(SANITIZED)/caudal_tests
+
+native-test-arm: $(VENV)/.build-tools  ## Build the native tests for 64-bit ARM and run them in an emulator
+	@for program in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$program >/dev/null \
+		|| { echo "$$program is missing: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
+	@echo "» Building the native tests for 64-bit ARM ..."
+	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B $(ARM) -G Ninja -DCMAKE_BUILD_TYPE=Release \
+		-DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCAUDAL_PYTHON=OFF -DCAUDAL_TESTS=ON >/dev/null
+	@PATH="$$PWD/$(BIN):$$PATH" cmake --build $(ARM) -j $(JOBS) >$(ARM)/build.log \
+		|| { tail -40 $(ARM)/build.log; exit 1; }
+	@run() { qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$$@"; }; \
+	expect() { \
+		echo "» Emulating $$1, which has $$2 ..."; \
+		run $$1 $(ARM)/caudal_tests --test-case='instruction sets: *' | grep -qx ".*of this CPU: $$2" \
+			|| { echo "$$1: other instruction sets were chosen"; exit 1; }; \
+	}; \
+	for cpu in cortex-a72:'reference neon' neoverse-n1:'reference neon neon-dotprod'; do \
+		expect $${cpu%%:*} "$${cpu#*:}"; \
+		run $${cpu%%:*} $(ARM)/caudal_tests --test-case='*instruction set*'; \
+	done; \
+	expect max 'reference neon neon-dotprod'; \
+	run max $(ARM)/caudal_tests
 
 clean:  ## Remove the environment and everything built; models stay
 	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -294,10 +294,8 @@ void bind_model(nb::module_& m) {
   m.def(
       "instruction_sets",
       [] {
-        std::vector<std::string> names;
-        for (const char* name : {"auto", "reference", "avx2"}) {
-          if (select_kernels(name) != nullptr) names.emplace_back(name);
-        }
+        std::vector<std::string> names = {"auto"};
+        for (const Kernels& table : available_kernels()) names.emplace_back(table.name);
         return names;
       },
       "Names that Model accepts on this CPU.");

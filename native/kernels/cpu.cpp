@@ -4,6 +4,8 @@
 #include <cpuid.h>
 
 #include <cstdint>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace caudal {
@@ -26,6 +28,19 @@ bool cpu_has_avx2() {
 #else
 
 bool cpu_has_avx2() { return false; }
+
+#endif
+
+#if defined(__aarch64__) && defined(__linux__)
+
+bool cpu_has_dotprod() {
+  constexpr unsigned long kDotProduct = 1UL << 20;  // HWCAP_ASIMDDP, which old headers lack
+  return (getauxval(AT_HWCAP) & kDotProduct) != 0;
+}
+
+#else
+
+bool cpu_has_dotprod() { return false; }
 
 #endif
 

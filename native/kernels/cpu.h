@@ -5,5 +5,7 @@ namespace caudal {
 
 // AVX2, FMA, F16C and BMI2, with the operating system saving the wide registers.
 bool cpu_has_avx2();
+// The dot product instructions of 64-bit ARM (FEAT_DotProd).
+bool cpu_has_dotprod();
 
 }  // namespace caudal

@@ -8,13 +8,17 @@ namespace caudal {
 // prepare, gemm, decode_row
 void fill_gemm_reference(Kernels& table);
 void fill_gemm_avx2(Kernels& table);
+void fill_gemm_neon(Kernels& table);
+void fill_gemm_neon_dotprod(Kernels& table);
 
 // Row operations and scans of logits
 void fill_vector_reference(Kernels& table);
 void fill_vector_avx2(Kernels& table);
+void fill_vector_neon(Kernels& table);
 
 // kv_append, attend_chunk, attend_reduce
 void fill_attention_reference(Kernels& table);
 void fill_attention_avx2(Kernels& table);
+void fill_attention_neon(Kernels& table);
 
 }  // namespace caudal

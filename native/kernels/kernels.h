@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/types.h"
 
@@ -147,9 +148,11 @@ constexpr int kMaxQueriesPerCall = 32;  // n_queries of attend_chunk
 size_t gemm_scratch_bytes();
 size_t attention_scratch_bytes(int group, int k_dim, int v_dim);
 
+// What was compiled in and this CPU supports, from the slowest, "reference", to the fastest.
+const std::vector<Kernels>& available_kernels();
 const Kernels& reference_kernels();
-const Kernels* avx2_kernels();  // nullptr where not compiled in or not supported by this CPU
-// "auto", "reference", "avx2"; nullptr if unknown or not supported here.
+// "auto" (the fastest), "reference", "avx2", "neon", "neon-dotprod"; nullptr if unknown or not available
+// here.
 const Kernels* select_kernels(const char* isa);
 
 }  // namespace caudal

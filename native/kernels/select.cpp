@@ -4,43 +4,53 @@
 #include "kernels/fill.h"
 
 namespace caudal {
+namespace {
 
-const Kernels& reference_kernels() {
-  static const Kernels table = [] {
-    Kernels k{};
-    k.name = "reference";
-    fill_gemm_reference(k);
-    fill_vector_reference(k);
-    fill_attention_reference(k);
-    return k;
-  }();
+using Fill = void (*)(Kernels&);
+
+Kernels make_table(const char* name, Fill gemm, Fill vector, Fill attention) {
+  Kernels table{};
+  table.name = name;
+  gemm(table);
+  vector(table);
+  attention(table);
   return table;
 }
 
-const Kernels* avx2_kernels() {
+std::vector<Kernels> make_tables() {
+  std::vector<Kernels> tables = {
+      make_table("reference", fill_gemm_reference, fill_vector_reference, fill_attention_reference)};
 #ifdef CAUDAL_HAVE_AVX2
-  if (!cpu_has_avx2()) return nullptr;
-  static const Kernels table = [] {
-    Kernels k{};
-    k.name = "avx2";
-    fill_gemm_avx2(k);
-    fill_vector_avx2(k);
-    fill_attention_avx2(k);
-    return k;
-  }();
-  return &table;
-#else
-  return nullptr;
+  if (cpu_has_avx2()) {
+    tables.push_back(make_table("avx2", fill_gemm_avx2, fill_vector_avx2, fill_attention_avx2));
+  }
 #endif
+#ifdef CAUDAL_HAVE_NEON  // every 64-bit ARM processor
+  tables.push_back(make_table("neon", fill_gemm_neon, fill_vector_neon, fill_attention_neon));
+  if (cpu_has_dotprod()) {
+    tables.push_back(
+        make_table("neon-dotprod", fill_gemm_neon_dotprod, fill_vector_neon, fill_attention_neon));
+  }
+#endif
+  return tables;
 }
+
+}  // namespace
+
+const std::vector<Kernels>& available_kernels() {
+  static const std::vector<Kernels> tables = make_tables();
+  return tables;
+}
+
+const Kernels& reference_kernels() { return available_kernels().front(); }
 
 const Kernels* select_kernels(const char* isa) {
   const std::string_view name = isa;
-  if (name == "reference") return &reference_kernels();
-  if (name == "avx2") return avx2_kernels();
-  if (name != "auto") return nullptr;
-  const Kernels* best = avx2_kernels();
-  return best != nullptr ? best : &reference_kernels();
+  if (name == "auto") return &available_kernels().back();
+  for (const Kernels& table : available_kernels()) {
+    if (name == table.name) return &table;
+  }
+  return nullptr;
 }
 
 }  // namespace caudal

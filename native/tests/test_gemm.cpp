@@ -4,27 +4,12 @@
 #include <limits>
 #include <string>
 
-#include "kernels/cpu.h"
-#include "kernels/fill.h"
 #include "kernels/gemm.h"
 #include "matrices.h"
+#include "tables.h"
 
 namespace caudal::test {
 namespace {
-
-std::vector<Kernels> tables() {
-  std::vector<Kernels> all(1);
-  all[0].name = "reference";
-  fill_gemm_reference(all[0]);
-#ifdef CAUDAL_HAVE_AVX2
-  if (cpu_has_avx2()) {
-    all.emplace_back();
-    all[1].name = "avx2";
-    fill_gemm_avx2(all[1]);
-  }
-#endif
-  return all;
-}
 
 // Owns the memory of activations.
 struct Input {
@@ -178,21 +163,24 @@ std::vector<int64_t> widths(QuantType type) {
   return all;
 }
 
-constexpr int64_t kRows[] = {1, 15, 16, 17, 33, 64};
+std::vector<int64_t> row_counts() {
+  if (kEmulated) return {1, 33};
+  return {1, 15, 16, 17, 33, 64};
+}
 constexpr int64_t kTokens[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 17};
 constexpr int64_t kMostTokens = 70;  // more than one pass of float activations
 
 }  // namespace
 
 TEST_CASE("gemm agrees with double arithmetic and does not depend on the batch") {
-  for (const Kernels& kernels : tables()) {
+  for (const Kernels& kernels : available_kernels()) {
     const Gemm gemm(kernels);
     for (const QuantType type : kAllTypes) {
       for (const bool packed : {false, true}) {
         if (packed && !has_packed_layout(type)) continue;
         for (const int64_t cols : widths(type)) {
           const std::vector<float> x = make_rows(kMostTokens, cols, 7);
-          for (const int64_t rows : kRows) {
+          for (const int64_t rows : row_counts()) {
             const Matrix m =
                 make_matrix(type, rows, cols, Content::kRandom, static_cast<unsigned>(rows + cols));
             const Weight w = m.weight(packed);
@@ -219,7 +207,7 @@ TEST_CASE("gemm agrees with double arithmetic and does not depend on the batch")
 }
 
 TEST_CASE("gemm handles the extremes of codes, scales and activations") {
-  for (const Kernels& kernels : tables()) {
+  for (const Kernels& kernels : available_kernels()) {
     const Gemm gemm(kernels);
     for (const QuantType type : kAllTypes) {
       const int64_t cols = 768, rows = 33, tokens = 9;
@@ -249,7 +237,7 @@ TEST_CASE("gemm handles the extremes of codes, scales and activations") {
 }
 
 TEST_CASE("all instruction sets give the same bits") {
-  const std::vector<Kernels> all = tables();
+  const std::vector<Kernels>& all = available_kernels();
   const Gemm reference(all[0]);
   for (size_t i = 1; i < all.size(); ++i) {
     const Gemm gemm(all[i]);
@@ -274,7 +262,7 @@ TEST_CASE("all instruction sets give the same bits") {
 }
 
 TEST_CASE("prepare rounds to the nearest code") {
-  for (const Kernels& kernels : tables()) {
+  for (const Kernels& kernels : available_kernels()) {
     for (const ActKind kind : {ActKind::kA8, ActKind::kA8K, ActKind::kA16, ActKind::kF32}) {
       const float max_code = kind == ActKind::kA16 ? 32767.0F : 127.0F;
       const int64_t size = kind == ActKind::kA8K ? kSuperBlock : kBlock;
@@ -316,7 +304,7 @@ TEST_CASE("prepare keeps the sums of exactly the rounded codes") {
     x[static_cast<size_t>(k)] = 3.0F;
     x[static_cast<size_t>(cols + k)] = -3.0F;
   }
-  for (const Kernels& kernels : tables()) {
+  for (const Kernels& kernels : available_kernels()) {
     CAPTURE(std::string(kernels.name));
     const Input a8 = prepare(kernels, ActKind::kA8, x.data(), 4, cols);
     const Input a8k = prepare(kernels, ActKind::kA8K, x.data(), 4, cols);
@@ -342,7 +330,7 @@ TEST_CASE("prepare keeps the sums of exactly the rounded codes") {
 }
 
 TEST_CASE("prepare gives the same bytes in every instruction set and for every split") {
-  const std::vector<Kernels> all = tables();
+  const std::vector<Kernels>& all = available_kernels();
   const int64_t cols = 512;
   for (const ActKind kind : {ActKind::kA8, ActKind::kA8K, ActKind::kA16, ActKind::kF32}) {
     for (int64_t tokens = 1; tokens <= 11; ++tokens) {
@@ -368,7 +356,7 @@ TEST_CASE("prepare gives the same bytes in every instruction set and for every s
 
 TEST_CASE("numbers that are not finite spoil their own token and no other") {
   constexpr float kInf = std::numeric_limits<float>::infinity();
-  for (const Kernels& kernels : tables()) {
+  for (const Kernels& kernels : available_kernels()) {
     const Gemm gemm(kernels);
     for (const QuantType type : kAllTypes) {
       if (type == QuantType::kF32 || type == QuantType::kBF16) continue;  // as F16
@@ -407,7 +395,7 @@ TEST_CASE("numbers that are not finite spoil their own token and no other") {
 }
 
 TEST_CASE("decode_row of every instruction set equals the plain decoder") {
-  for (const Kernels& kernels : tables()) {
+  for (const Kernels& kernels : available_kernels()) {
     for (const QuantType type : kAllTypes) {
       for (const Content content : kAllContents) {
         CAPTURE(std::string(kernels.name));

@@ -15,6 +15,7 @@
 
 #include "core/arena.h"
 #include "core/pool.h"
+#include "tables.h"
 
 using caudal::Member;
 using caudal::Region;
@@ -108,7 +109,8 @@ TEST_CASE("a pool can be made and dropped without ever running") {
 }
 
 #ifndef __SANITIZE_ADDRESS__  // which needs the address space for itself
-TEST_CASE("a pool that the system does not let grow says so and ends the threads that it has") {
+TEST_CASE("a pool that the system does not let grow says so and ends the threads that it has" *
+          doctest::skip(caudal::test::kEmulated)) {
   struct rlimit before;
   REQUIRE(getrlimit(RLIMIT_AS, &before) == 0);
   long pages = 0;

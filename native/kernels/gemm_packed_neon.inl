@@ -1,0 +1,312 @@
+// The product of packed weights for 64-bit ARM. Included inside an unnamed namespace by the file of each
+// instruction set, after its
+//   template <int T, int Vectors> struct Dot8    int8 codes times int8 activations
+//   template <int T, int Vectors> struct Dot16   int8 codes times int16 activations
+//   template <int T> constexpr int kVectors8, kVectors16, kVectorsK   what fits into the registers: 1, 2 or 4
+// Each adds up exact integers over the columns of a block for Vectors x 4 rows and T tokens. There is no
+// saturation to care for, so signed codes are multiplied without the detours that other processors need, and
+// a vector of 16 codes (4 rows x 4 numbers of k) is used as it lies in its line:
+//   struct Line                                the activations of one line, all tokens
+//   static Line load(const int8_t* line)       (const int16_t* of Dot16)
+//   void add(int v, int8x16_t codes, const Line& line)
+//   int32x4_t sum(int v, int t) const
+
+[[gnu::always_inline]] inline float32x4_t load_halves(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+
+// 4 bytes as 32-bit lanes
+[[gnu::always_inline]] inline uint32x4_t load_bytes(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof(four));
+  return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+}
+
+[[gnu::always_inline]] inline int32x4_t load_signed_bytes(const int8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof(four));
+  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
+}
+
+// ---- Codes of 32 columns: lines j and j + 4 of the rows 4 v .. 4 v + 3, k = 4j .. 4j + 3 and 16 more
+
+struct TwoLines {
+  int8x16_t first, second;
+};
+
+[[gnu::always_inline]] inline TwoLines nibbles(const NibbleLines& lines, int j, int v) {
+  const uint8x16_t pairs = vld1q_u8(lines[j][4 * v]);
+  return {vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4))};
+}
+
+// codes | the bits under `mask` of the bytes, shifted left (right if negative)
+[[gnu::always_inline]] inline int8x16_t with_bits(int8x16_t codes, uint8x16_t bytes, int left, int mask) {
+  const uint8x16_t bits = vandq_u8(vshlq_u8(bytes, vdupq_n_s8(static_cast<int8_t>(left))),
+                                   vdupq_n_u8(static_cast<uint8_t>(mask)));
+  return vorrq_s8(codes, vreinterpretq_s8_u8(bits));
+}
+
+[[gnu::always_inline]] inline TwoLines five_bits(const NibbleLines& lines, const FifthBitLine& high, int j,
+                                                 int v) {
+  const TwoLines low = nibbles(lines, j, v);
+  const uint8x16_t bits = vld1q_u8(high[4 * v]);
+  return {with_bits(low.first, bits, 4 - j, 16), with_bits(low.second, bits, -j, 16)};
+}
+
+[[gnu::always_inline]] inline TwoLines less(TwoLines codes, int by) {
+  const int8x16_t b = vdupq_n_s8(static_cast<int8_t>(by));
+  return {vsubq_s8(codes.first, b), vsubq_s8(codes.second, b)};
+}
+
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ4_0& w, int j, int v) {
+  return less(nibbles(w.codes, j, v), 8);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ4_1& w, int j, int v) {
+  return nibbles(w.codes, j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ5_0& w, int j, int v) {
+  return less(five_bits(w.codes, w.high, j, v), 16);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ5_1& w, int j, int v) {
+  return less(five_bits(w.codes, w.high, j, v), 16);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ8_0& w, int j, int v) {
+  return {vld1q_s8(w.codes[j][4 * v]), vld1q_s8(w.codes[j + 4][4 * v])};
+}
+
+// Part `part` of 32 columns of a K block
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ4_K& w, int part, int j, int v) {
+  return nibbles(w.codes[part], j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ5_K& w, int part, int j, int v) {
+  return five_bits(w.codes[part], w.high[part], j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ6_K& w, int part, int j, int v) {
+  const TwoLines low = nibbles(w.codes[part], j, v);
+  const int left = 4 - 2 * j;
+  return less({with_bits(low.first, vld1q_u8(w.high[part][0][4 * v]), left, 48),
+               with_bits(low.second, vld1q_u8(w.high[part][1][4 * v]), left, 48)},
+              32);
+}
+
+// ---- One panel of 16 rows x one group of T tokens
+
+template <class Panel>
+concept HasMin = requires(const Panel& w) { w.m; };
+template <class Panel>
+concept HasFifthBits = requires(const Panel& w) { w.high; };
+template <class Panel>
+concept HasParts = requires(const Panel& w) { w.parts; };  // with a scale and a min each
+
+template <int T>
+using Sums = float32x4_t[kPanelRows / 4][T];
+
+template <int T>
+[[gnu::always_inline]] inline void clear(Sums<T>& sums) {
+  CAUDAL_UNROLL for (int v = 0; v < kPanelRows / 4; ++v) {
+    CAUDAL_UNROLL for (int t = 0; t < T; ++t) sums[v][t] = vdupq_n_f32(0.0F);
+  }
+}
+
+template <int T>
+[[gnu::always_inline]] inline void write(const Sums<T>& sums, float* out, size_t ldo) {
+  CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+    CAUDAL_UNROLL for (int v = 0; v < kPanelRows / 4; ++v) {
+      vst1q_f32(out + static_cast<size_t>(t) * ldo + 4 * v, sums[v][t]);
+    }
+  }
+}
+
+// Adds the integer sum of a block, times the scales, to the sum of 4 rows and token t.
+template <class Panel, class Block>
+[[gnu::always_inline]] inline float32x4_t add_block(const Panel& w, int v, const Block& x, int t,
+                                                    int32x4_t codes, float32x4_t sum) {
+  const float32x4_t d = load_halves(w.d + 4 * v);
+  sum = vfmaq_f32(sum, vcvtq_f32_s32(codes), vmulq_n_f32(d, x.scale[t]));
+  if constexpr (HasMin<Panel>) {
+    float32x4_t m = load_halves(w.m + 4 * v);
+    if constexpr (HasFifthBits<Panel>) m = vfmaq_n_f32(m, d, 16.0F);  // the codes are less 16
+    sum = vfmaq_n_f32(sum, m, x.sum[t]);
+  }
+  return sum;
+}
+
+template <int T>
+[[gnu::always_inline]] inline const int8_t* line_of(const BlockA8<T>& x, int line) {
+  return x.codes[line][0];
+}
+template <int T>
+[[gnu::always_inline]] inline const int16_t* line_of(const BlockA16<T>& x, int line) {
+  return x.codes[line][0][0];
+}
+
+// Blocks of 32 columns
+template <class Panel, class Block, class Dot, int T>
+void tile(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
+  const auto* x = reinterpret_cast<const Block*>(group);
+  Sums<T> sums;
+  clear<T>(sums);
+  for (int64_t b = 0; b < blocks; ++b, ++w, ++x) {
+    CAUDAL_UNROLL for (int v0 = 0; v0 < kPanelRows / 4; v0 += Dot::kVectors) {
+      Dot dot;
+      CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
+        const auto first = Dot::load(line_of(*x, j)), second = Dot::load(line_of(*x, j + 4));
+        CAUDAL_UNROLL for (int v = 0; v < Dot::kVectors; ++v) {
+          const TwoLines c = codes(*w, j, v0 + v);
+          dot.add(v, c.first, first);
+          dot.add(v, c.second, second);
+        }
+      }
+      CAUDAL_UNROLL for (int v = 0; v < Dot::kVectors; ++v) {
+        CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+          sums[v0 + v][t] = add_block(*w, v0 + v, *x, t, dot.sum(v, t), sums[v0 + v][t]);
+        }
+      }
+    }
+  }
+  write<T>(sums, out, ldo);
+}
+
+// The scales and mins of part `part`, of 4 rows
+struct ScaleMin {
+  int32x4_t scale, min;
+};
+
+[[gnu::always_inline]] inline ScaleMin scale_min(const ScalesMins& parts, int part, int v) {
+  const uint32x4_t low = load_bytes(parts.low[part] + 4 * v);
+  const uint32x4_t high = vshlq_u32(load_bytes(parts.high[part % 4] + 4 * v), vdupq_n_s32(part < 4 ? 0 : -4));
+  const uint32x4_t two = vdupq_n_u32(3);
+  const uint32x4_t scale = vorrq_u32(vandq_u32(low, vdupq_n_u32(15)), vshlq_n_u32(vandq_u32(high, two), 4));
+  const uint32x4_t min = vorrq_u32(vshrq_n_u32(low, 4), vshlq_n_u32(vandq_u32(vshrq_n_u32(high, 2), two), 4));
+  return {vreinterpretq_s32_u32(scale), vreinterpretq_s32_u32(min)};
+}
+
+// Blocks of 256 columns with integer scales. All sums fit into 32 bits: |code * scale| <= 63 * 31 or 32 *
+// 128, and 256 * 4096 * 127 < 2^28.
+template <class Panel, class Dot, int T>
+void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
+  constexpr int kVectors = Dot::kVectors;
+  const auto* x = reinterpret_cast<const BlockA8K<T>*>(group);
+  Sums<T> sums;
+  clear<T>(sums);
+  for (int64_t b = 0; b < blocks; ++b, ++w, ++x) {
+    CAUDAL_UNROLL for (int v0 = 0; v0 < kPanelRows / 4; v0 += kVectors) {
+      int32x4_t total[kVectors][T], mins[kVectors][T];
+      CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+        CAUDAL_UNROLL for (int t = 0; t < T; ++t) total[v][t] = mins[v][t] = vdupq_n_s32(0);
+      }
+      for (int part = 0; part < 8; ++part) {
+        Dot dots[HasParts<Panel> ? 1 : 2];  // Q6_K has a scale for each 16 columns
+        Dot &first = dots[0], &second = dots[HasParts<Panel> ? 0 : 1];
+        CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
+          const auto x0 = Dot::load(x->codes[8 * part + j][0]), x1 = Dot::load(x->codes[8 * part + j + 4][0]);
+          CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+            const TwoLines c = codes(*w, part, j, v0 + v);
+            first.add(v, c.first, x0);
+            second.add(v, c.second, x1);
+          }
+        }
+        CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+          if constexpr (HasParts<Panel>) {
+            const ScaleMin s = scale_min(w->parts, part, v0 + v);
+            CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+              total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), s.scale);
+              mins[v][t] = vmlaq_n_s32(mins[v][t], s.min, x->sums[part / 2][t][part % 2]);
+            }
+          } else {
+            const int32x4_t s0 = load_signed_bytes(w->scales[2 * part] + 4 * (v0 + v)),
+                            s1 = load_signed_bytes(w->scales[2 * part + 1] + 4 * (v0 + v));
+            CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+              total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), s0);
+              total[v][t] = vmlaq_s32(total[v][t], second.sum(v, t), s1);
+            }
+          }
+        }
+      }
+      CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const float32x4_t d = load_halves(w->d + 4 * (v0 + v));
+        CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+          float32x4_t sum = sums[v0 + v][t];
+          sum = vfmaq_f32(sum, vcvtq_f32_s32(total[v][t]), vmulq_n_f32(d, x->scale[t]));
+          if constexpr (HasParts<Panel>) {
+            const float32x4_t dmin = load_halves(w->dmin + 4 * (v0 + v));
+            sum = vfmsq_f32(sum, vcvtq_f32_s32(mins[v][t]), vmulq_n_f32(dmin, x->scale[t]));
+          }
+          sums[v0 + v][t] = sum;
+        }
+      }
+    }
+  }
+  write<T>(sums, out, ldo);
+}
+
+template <class Panel>
+using Tile = void (*)(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo);
+
+// The tile for T tokens
+template <class Panel, int Size, int T>
+constexpr Tile<Panel> tile_for() {
+  if constexpr (Size == kSuperBlock) {
+    return tile_k<Panel, Dot8<T, kVectorsK<T>>, T>;
+  } else if constexpr (std::same_as<Panel, PanelQ8_0>) {
+    return tile<Panel, BlockA16<T>, Dot16<T, kVectors16<T>>, T>;
+  } else {
+    return tile<Panel, BlockA8<T>, Dot8<T, kVectors8<T>>, T>;
+  }
+}
+
+template <class Panel, int Size>
+void gemm_packed(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1,
+                 float* out, size_t ldo) {
+  constexpr Tile<Panel> kTiles[kTokenGroup] = {tile_for<Panel, Size, 1>(), tile_for<Panel, Size, 2>(),
+                                               tile_for<Panel, Size, 3>(), tile_for<Panel, Size, 4>()};
+  const auto smaller = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  const int64_t blocks = w.cols / Size;
+  for (int64_t pass = g0; pass < g1; pass += kGroupsPerPass) {
+    const int64_t pass_end = smaller(pass + kGroupsPerPass, g1);
+    for (int64_t p = p0; p < p1; ++p) {
+      const auto* panel = reinterpret_cast<const Panel*>(w.data + static_cast<size_t>(p) * w.stride);
+      const int64_t rows = smaller(w.rows - p * kPanelRows, kPanelRows);
+      for (int64_t g = pass; g < pass_end; ++g) {
+        const std::byte* group = x.data + static_cast<size_t>(g) * x.group_bytes;
+        float* to = out + static_cast<size_t>(g) * kTokenGroup * ldo + p * kPanelRows;
+        const int64_t tokens = smaller(x.tokens - g * kTokenGroup, kTokenGroup);
+        if (rows == kPanelRows) {
+          kTiles[tokens - 1](panel, group, blocks, to, ldo);
+        } else {  // the padding of the last panel must not be written
+          float block[kTokenGroup][kPanelRows];
+          kTiles[tokens - 1](panel, group, blocks, block[0], kPanelRows);
+          for (int64_t t = 0; t < tokens; ++t) {
+            std::memcpy(to + static_cast<size_t>(t) * ldo, block[t],
+                        static_cast<size_t>(rows) * sizeof(float));
+          }
+        }
+      }
+    }
+  }
+}
+
+void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1, float* out,
+          size_t ldo, std::byte* scratch) {
+  if (!w.packed) return gemm_decoded_neon(w, p0, p1, x, g0, g1, out, ldo, scratch);
+  switch (w.type) {
+    case QuantType::kQ4_0:
+      return gemm_packed<PanelQ4_0, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ4_1:
+      return gemm_packed<PanelQ4_1, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ5_0:
+      return gemm_packed<PanelQ5_0, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ5_1:
+      return gemm_packed<PanelQ5_1, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ8_0:
+      return gemm_packed<PanelQ8_0, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ4_K:
+      return gemm_packed<PanelQ4_K, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ5_K:
+      return gemm_packed<PanelQ5_K, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ6_K:
+      return gemm_packed<PanelQ6_K, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    default:  // a layout that has no kernel here
+      return reference_kernels().gemm(w, p0, p1, x, g0, g1, out, ldo, scratch);
+  }
+}
