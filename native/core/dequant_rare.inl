@@ -1,6 +1,6 @@
-// Decoders of the types that have no vector code: the I types with codebooks, the T types and MXFP4. Plain C++,
-// included inside the unnamed namespaces of the decoders for each instruction set, so that each is compiled for
-// its own. Products and sums round separately, in the order written.
+// Decoders of the types that have no vector code: the I types with codebooks, the T types and MXFP4. Plain
+// C++, included inside the unnamed namespaces of the decoders for each instruction set, so that each is
+// compiled for its own. Products and sums round separately, in the order written.
 
 // 8 numbers: `scale` times the components of a vector, negative where `signs` has a bit.
 template <int Width>
@@ -115,9 +115,9 @@ inline void decode_block(const BlockIQ1_M& b, float* out) {
   }
 }
 
-// The first trit of n bytes, then the second, ...: a byte is the fraction 0.t1 t2 t3 t4 t5 in base 3, times 256
-// and rounded up. Times 3^i modulo 256 leaves the fraction after i trits, and three times that has the next one
-// above the point.
+// The first trit of n bytes, then the second, ...: a byte is the fraction 0.t1 t2 t3 t4 t5 in base 3, times
+// 256 and rounded up. Times 3^i modulo 256 leaves the fraction after i trits, and three times that has the
+// next one above the point.
 inline float* put_trits(const uint8_t* bytes, int n, int count, float d, float* out) {
   constexpr int kPowers[] = {1, 3, 9, 27, 81};
   for (int i = 0; i < count; ++i) {

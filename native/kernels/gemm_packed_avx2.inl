@@ -1,5 +1,5 @@
-// Products with packed weights in blocks of 32: one panel of 16 rows x one group of T tokens at a time. Included
-// inside the unnamed namespace of gemm_avx2.cpp.
+// Products with packed weights in blocks of 32: one panel of 16 rows x one group of T tokens at a time.
+// Included inside the unnamed namespace of gemm_avx2.cpp.
 
 // How far ahead of a block the weights are prefetched. Measured on one virtual machine with Zen 4 cores:
 // anything from 1 to 8 KiB gains where a block is used more than twice, and short distances cost where it is
@@ -63,9 +63,9 @@ inline constexpr bool kHasMin = requires(const Panel& w) { w.m; };
 template <class Panel>
 inline constexpr bool kHasFifthBit = requires(const Panel& w) { w.high; };
 
-// 4- and 5-bit types. Products of codes 0..15 stay below 2 * 15 * 127 in a 16-bit lane, and eight of them below
-// 30480. Where that could overflow (codes 0..31), and where the type centres its codes anyway, the sums start
-// at what makes them sums over centred codes: 16-bit addition may wrap on the way, the result fits.
+// 4- and 5-bit types. Products of codes 0..15 stay below 2 * 15 * 127 in a 16-bit lane, and eight of them
+// below 30480. Where that could overflow (codes 0..31), and where the type centres its codes anyway, the sums
+// start at what makes them sums over centred codes: 16-bit addition may wrap on the way, the result fits.
 template <class Panel, int T, bool kPrefetch>
   requires(!std::same_as<Panel, PanelQ8_0>)
 void multiply(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
@@ -190,7 +190,8 @@ void gemm_packed(const Weight& w, int64_t p0, int64_t p1, const Activations& x, 
         const std::byte* group = x.data + static_cast<size_t>(g) * x.group_bytes;
         float* to = out + static_cast<size_t>(g) * kTokenGroup * ldo + p * kPanelRows;
         const int tokens = group_tokens(x, g);
-        const auto tile = kMultiply<Panel>[g == pass ? 1 : 0][tokens - 1];  // the first group brings the panel in
+        const auto tile =
+            kMultiply<Panel>[g == pass ? 1 : 0][tokens - 1];  // the first group brings the panel in
         if (rows == kPanelRows) {
           tile(panel, group, blocks, to, ldo);
         } else {  // the padding of the last panel must not be written

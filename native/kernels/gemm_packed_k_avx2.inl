@@ -17,8 +17,8 @@ inline constexpr bool kAddsCentre = kHasMins<Panel> && requires(const Panel& w) 
 // The scales of a block, one 16-bit pair for each 32-bit lane, ready for multiplication by pairs of sums.
 template <class Panel>
 struct BlockScales {
-  alignas(32) int16_t scale[kParts<Panel>][2][16];       // [part][rows 0-7, 8-15]: scale, scale
-  alignas(32) int16_t min[kHasMins<Panel> ? 4 : 1][2][16];     // [i]: min of part 2i, min of part 2i + 1
+  alignas(32) int16_t scale[kParts<Panel>][2][16];              // [part][rows 0-7, 8-15]: scale, scale
+  alignas(32) int16_t min[kHasMins<Panel> ? 4 : 1][2][16];      // [i]: min of part 2i, min of part 2i + 1
   alignas(32) int16_t pair[kAddsCentre<Panel> ? 4 : 1][2][16];  // [i]: scale of part 2i, scale of part 2i + 1
   alignas(32) float d[2][8];
   alignas(32) float dmin[2][8];
@@ -44,8 +44,8 @@ template <class Panel>
       const __m256i low = load(w.parts.low[2 * i]);
       __m256i high = load(w.parts.high[2 * (i % 2)]);
       if (i >= 2) high = _mm256_srli_epi16(high, 4);
-      const __m256i scales = _mm256_or_si256(_mm256_and_si256(low, nibble),
-                                             _mm256_and_si256(_mm256_slli_epi16(high, 4), upper));
+      const __m256i scales =
+          _mm256_or_si256(_mm256_and_si256(low, nibble), _mm256_and_si256(_mm256_slli_epi16(high, 4), upper));
       const __m256i mins = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low, 4), nibble),
                                            _mm256_and_si256(_mm256_slli_epi16(high, 2), upper));
       const __m128i scale0 = _mm256_castsi256_si128(scales), scale1 = _mm256_extracti128_si256(scales, 1);
@@ -196,8 +196,8 @@ template <class Panel, int T>
       const __m256i min = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales.min[i][r]));
       mins = _mm256_add_epi32(mins, _mm256_madd_epi16(min, broadcast4(x.sums[i][t])));
     }
-    sum = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(mins),
-                           _mm256_mul_ps(_mm256_load_ps(scales.dmin[r]), act_scale), sum);
+    sum = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(mins), _mm256_mul_ps(_mm256_load_ps(scales.dmin[r]), act_scale),
+                           sum);
   }
   return sum;
 }
@@ -227,7 +227,8 @@ void multiply_few(const Panel* w, const std::byte* group, int64_t blocks, float*
 }
 
 // One block by T tokens: adds to sums [T][kPanelRows] in memory. With kPrefetch it fetches what
-// comes behind block `w`, spread over the products, since more loads at once than the core has buffers for would hold it up.
+// comes behind block `w`, spread over the products, since more loads at once than the core has buffers for
+// would hold it up.
 template <class Panel, int T, class Codes, bool kPrefetch>
 void multiply_block(const Codes& codes, const BlockScales<Panel>& scales, const std::byte* act,
                     [[maybe_unused]] const Panel* w, float* sums) {
@@ -306,7 +307,7 @@ void gemm_packed_k(const Weight& w, int64_t p0, int64_t p1, const Activations& x
       if (tokens <= 2) {
         const std::byte* act = x.data + static_cast<size_t>(pass) * x.group_bytes;
         (tokens == 1 ? multiply_few<Panel, 1> : multiply_few<Panel, 2>)(panel, act, blocks, scratch.sums[0],
-                                                                       kPanelRows);
+                                                                        kPanelRows);
       } else {
         multiply_groups(panel, blocks, x, pass, pass_end, scratch);
       }
