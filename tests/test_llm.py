@@ -23,6 +23,7 @@ from caudal.core import (
     RequestTooLongError,
     UnsupportedModelError,
 )
+from caudal.engine.draft_model import DraftModel
 from caudal.engine.speculation import StepCosts
 from caudal.formats.gguf import write_gguf
 
@@ -274,3 +275,37 @@ def test_speculation_changes_nothing(smollm2: Path, params: SamplingParams, monk
             num_accepted = llm._model.engine.stats().num_accepted_tokens
             assert num_accepted > 0 if method == "lookup" else num_accepted == 0
     assert results[0] == results[1]
+
+
+def test_a_draft_model_changes_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the same model, which is always right, nor another one."""
+    monkeypatch.setattr(StepCosts, "record", lambda self, num_rows, seconds: setattr(self, "_seconds", [1.0] * 16))
+    monkeypatch.setattr(DraftModel, "seconds_per_token", 0.0)
+    other = tiny.checkpoint(weights() | {"output_norm.weight": np.linspace(0.5, 1.5, 24, dtype=np.float32)})
+    file = tmp_path / "other.gguf"
+    write_gguf(file, {**tiny.metadata(), **TOKENIZER}, other.tensors.values())
+    params = [GREEDY, SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True, logprobs=2)]
+    settings = {"num_threads": 1, "pin_threads": False, "max_num_seqs": 8}
+    found: list[object] = []
+    for draft in (None, path, file):
+        method = {"speculation": "off"} if draft is None else {"speculation": "draft", "draft_model": str(draft)}
+        with LLM(path, **settings, **method) as llm:
+            results = llm.generate(["Hello", "abc"], params)
+            found.append([(r.token_ids, r.text, r.outputs[0].logprobs) for r in results])
+            stats = llm._model.engine.stats()
+        if draft is path:
+            assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
+        elif draft is file:
+            assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_draft_model_needs_the_same_vocabulary(path: Path, tmp_path: Path) -> None:
+    tokens = {"tokenizer.ggml.tokens": [*TOKENIZER["tokenizer.ggml.tokens"][:-1], "<|y|>"]}  # type: ignore[misc]
+    write_gguf(
+        tmp_path / "other.gguf", {**tiny.metadata(), **TOKENIZER, **tokens}, tiny.checkpoint(weights()).tensors.values()
+    )
+    with pytest.raises(UnsupportedModelError, match=r"other.gguf.*another vocabulary \(token 63 differs\)"):
+        LLM(path, speculation="draft", draft_model=str(tmp_path / "other.gguf"))
+    with pytest.raises(ModelNotFoundError):
+        LLM(path, speculation="draft", draft_model=str(tmp_path / "none.gguf"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 KVType = Literal["f16", "q8"]
-SpeculationMethod = Literal["off", "lookup"]
+SpeculationMethod = Literal["off", "lookup", "draft"]
 
 _UNITS = (
     {"": 1, "b": 1}
@@ -63,7 +63,10 @@ class EngineConfig:
     speculation: SpeculationMethod = setting(
         "lookup",
         "Guess tokens and check several in one step where that is faster; answers stay the same. "
-        "lookup: guess from the text so far.",
+        "lookup: guess from the text so far; draft: with --draft-model.",
+    )
+    draft_model: str | None = setting(
+        None, "Small model with the same vocabulary that guesses; for --speculation draft."
     )
     num_speculative_tokens: int = setting(8, "Tokens to guess at most for one sequence in one step.")
     pin_threads: bool = setting(True, "Bind each thread to one CPU.")

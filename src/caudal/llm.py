@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -102,10 +102,11 @@ class LLM:
         from caudal.loader import load
         from caudal.store import Store
 
+        store = Store.default()
         self.config = EngineConfig(**settings)
-        self._model: LoadedModel = load(
-            Store.default().fetch(str(model)), self.config, executor=executor, progress=progress
-        )
+        if self.config.draft_model is not None:
+            self.config = replace(self.config, draft_model=str(store.fetch(self.config.draft_model)))
+        self._model: LoadedModel = load(store.fetch(str(model)), self.config, executor=executor, progress=progress)
         self._finalizer = weakref.finalize(self, self._model.engine.close)  # for those who forget to close
 
     @property

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 if TYPE_CHECKING:
     from caudal.config import EngineConfig
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from caudal.text.tokenizer import Tokenizer
 
 ExecutorKind = Literal["native", "reference"]
+_MIN_DRAFT_CACHE = 16 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,27 @@ def load(
     # First what is quick, so that what cannot work is refused at once.
     validate_config(config)
     checkpoint = open_checkpoint(path)
+    draft = None if config.draft_model is None else _open_draft(Path(config.draft_model), checkpoint)
     metadata = checkpoint.metadata
     tokenizer = Tokenizer.from_gguf(metadata)
     chat_template = ChatTemplate.from_gguf(metadata)
     running, sampler = open_executor(
-        checkpoint, config, executor, progress=progress, num_token_ids=tokenizer.vocab_size
+        checkpoint,
+        config,
+        executor,
+        progress=progress,
+        num_token_ids=tokenizer.vocab_size,
+        reserve=0 if draft is None else draft.num_bytes + max(draft.num_bytes, _MIN_DRAFT_CACHE),
     )
+    drafting: Executor | None = None
     try:
-        engine = Engine(running, tokenizer, config, sampler)
+        if draft is not None:
+            drafting = _draft_executor(draft, config, running)
+        engine = Engine(running, tokenizer, config, sampler, draft_executor=drafting)
     except BaseException:
         running.close()
+        if drafting is not None:
+            drafting.close()
         raise
     return LoadedModel(
         path=path,
@@ -82,10 +94,12 @@ def open_executor(
     *,
     progress: Callable[[int, int], None] | None = None,
     num_token_ids: int | None = None,
+    reserve: int = 0,
 ) -> tuple[Executor, Sampler]:
     """An executor filled with a checkpoint, and the sampler that goes with it.
 
     `num_token_ids`: of the tokenizer, which the sampler never exceeds; default: as many as there are logits.
+    `reserve`: bytes of memory that others will take.
     `progress` and errors as for `load`.
     """
     from caudal.engine.engine import validate_config
@@ -100,5 +114,41 @@ def open_executor(
     from caudal.engine.native_sampling import NativeSampler
     from caudal.executors.native import NativeExecutor
 
-    native = NativeExecutor(checkpoint, config, progress=progress)
+    native = NativeExecutor(checkpoint, config, progress=progress, reserve=reserve)
     return native, NativeSampler(native.pool, native.isa, num_token_ids or native.vocab_size)
+
+
+def _open_draft(path: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """The draft model's file, if its token ids mean the same as the model's."""
+    from caudal.core import UnsupportedModelError
+    from caudal.formats import open_checkpoint
+
+    draft = open_checkpoint(path)
+    key = "tokenizer.ggml.tokens"
+    theirs, ours = (list(cast("Sequence[object]", c.metadata.get(key) or ())) for c in (draft, checkpoint))
+    if theirs != ours:
+        first = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+        where = f"token {first} differs" if first is not None else f"{len(theirs)} tokens, not {len(ours)}"
+        raise UnsupportedModelError(
+            f"{path.name} cannot be the draft model of {checkpoint.path.name}, as it has another vocabulary ({where}); "
+            "use a smaller model of the same family"
+        )
+    return draft
+
+
+def _draft_executor(draft: Checkpoint, config: EngineConfig, running: Executor) -> Executor:
+    """An executor on the threads of the other one, with as much memory for its cache as its weights take. Sequences
+    that do not fit there get no drafts."""
+    from caudal.executors.native import NativeExecutor
+
+    if not isinstance(running, NativeExecutor):
+        from caudal.executors.reference import ReferenceExecutor
+
+        return ReferenceExecutor(draft)
+    layout = running.kv_layout
+    return NativeExecutor(
+        draft,
+        replace(config, max_model_len=0, kv_cache_memory=max(draft.num_bytes, _MIN_DRAFT_CACHE)),
+        pool=running.pool,
+        reserve=layout.num_blocks * layout.block_bytes,
+    )

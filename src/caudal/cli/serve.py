@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -40,9 +41,11 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
     engine_config = take(EngineConfig, settings)
 
     def load() -> ServedModel:
-        path = fetch(name)
+        path, config = fetch(name), engine_config
+        if config.draft_model is not None:
+            config = replace(config, draft_model=str(fetch(config.draft_model)))
         with progress(f"Loading {display_name(name)}", size=True, delay=LOADING_DELAY) as show_progress:
-            loaded = load_model(path, engine_config, progress=show_progress)
+            loaded = load_model(path, config, progress=show_progress)
         return ServedModel(
             name=server_config.served_model_name or display_name(name),
             engine=loaded.engine,

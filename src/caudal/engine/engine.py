@@ -27,6 +27,7 @@ from caudal.core import (
     TokenLogprobs,
 )
 from caudal.engine.blocks import BlockPool
+from caudal.engine.draft_model import DraftModel
 from caudal.engine.sampling import SampledToken, Sampler, SamplerRow, validate
 from caudal.engine.scheduler import Scheduler, wants_prompt_logits
 from caudal.engine.speculation import MAX_STEP_ROWS, Lookup, Speculation, Speculator
@@ -119,6 +120,10 @@ def validate_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value not in get_args(kind):
             raise InvalidSettingError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+    if config.speculation == "draft" and not config.draft_model:
+        raise InvalidSettingError("speculation must be lookup or off without a draft_model")
+    if config.draft_model and config.speculation != "draft":
+        raise InvalidSettingError(f"draft_model must be given with speculation draft only, not {config.speculation}")
 
 
 class Engine:
@@ -129,11 +134,21 @@ class Engine:
     excludes them).
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, sampler: Sampler) -> None:
-        """The executor is closed with the engine. Raises InvalidSettingError."""
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        sampler: Sampler,
+        *,
+        draft_executor: Executor | None = None,
+    ) -> None:
+        """`draft_executor`: runs the model of the same vocabulary that guesses, with `config.speculation` draft. Both
+        executors are closed with the engine. Raises InvalidSettingError."""
         validate_config(config)
         layout = executor.kv_layout
         self._executor = executor
+        self._draft_executor = draft_executor
         self._tokenizer = tokenizer
         self._sampler = sampler
         self._num_token_ids = min(tokenizer.vocab_size, executor.vocab_size)
@@ -307,8 +322,10 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Free the executor's memory. Idempotent."""
+        """Free the executors' memory. Idempotent."""
         self._executor.close()
+        if self._draft_executor is not None:
+            self._draft_executor.close()
 
     # ------------------------------------------------------------------------------------- before the step
 
@@ -339,17 +356,30 @@ class Engine:
         )
 
     def _new_speculator(self, config: EngineConfig) -> Speculator | None:
-        return None if config.speculation == "off" else Speculator(Lookup(), config.num_speculative_tokens)
+        if config.speculation == "off":
+            return None
+        if config.speculation == "lookup":
+            return Speculator(Lookup(), config.num_speculative_tokens)
+        if self._draft_executor is None:
+            raise InvalidSettingError("speculation must be lookup or off for an engine without a draft_executor")
+        proposer = DraftModel(self._draft_executor, self._sampler, config.max_num_batched_tokens)
+        return Speculator(proposer, config.num_speculative_tokens)
 
     def _add_drafts(self, speculator: Speculator, plan: dict[Sequence, int], generations: list[_Generation]) -> None:
-        """Put draft tokens behind the last tokens of sequences in the plan."""
+        """Put draft tokens behind the last tokens of sequences in the plan. If that fails, nobody needs it: the engine
+        goes on without."""
         targets: list[tuple[_Generation, Speculation, int]] = []
         for generation in generations:
             seq, speculation = generation.seq, generation.speculation
             if speculation is None or seq.num_output_tokens == 0 or seq.num_computed_tokens + 1 < seq.num_tokens:
                 continue
             targets.append((generation, speculation, generation.max_num_tokens - seq.num_tokens - 1))
-        drafts = speculator.draft([(target, limit) for _, target, limit in targets], sum(plan.values()))
+        try:
+            drafts = speculator.draft([(target, limit) for _, target, limit in targets], sum(plan.values()))
+        except Exception:  # noqa: BLE001  (no request depends on it)
+            _log.exception("speculation failed and is switched off")
+            self._speculator = None
+            return
         found = {g.seq: draft for (g, _, _), draft in zip(targets, drafts, strict=True) if draft}
         granted = self._scheduler.add_drafts(plan, {seq: len(draft) for seq, draft in found.items()})
         for seq, count in granted.items():

@@ -38,9 +38,12 @@ class NativeExecutor:
         *,
         progress: Progress | None = None,
         program: Program | None = None,
+        pool: _native.ThreadPool | None = None,
+        reserve: int = 0,
     ) -> None:
         """Records, packs and plans the model. program: a validated one to run in place of the checkpoint's model;
-        config.max_model_len must then be given.
+        config.max_model_len must then be given. pool: threads to share with another executor, which must not run at
+        the same time. reserve: bytes of memory that are promised to others.
 
         Raises UnsupportedModelError (a part of the model or an option that is not supported), InvalidModelFileError
         and InsufficientMemoryError.
@@ -66,10 +69,10 @@ class NativeExecutor:
         # Blocks of a program without attention take no memory; the arithmetic below wants some.
         block_bytes = max(1, need.kv_block)
         self._max_model_len, num_blocks = _size_cache(
-            config, context_length, block_bytes=block_bytes, weight_bytes=need.weights
+            config, context_length, block_bytes=block_bytes, weight_bytes=need.weights, reserve=reserve
         )
         self._kv_layout = KVLayout(BLOCK_SIZE, num_blocks, block_bytes, config.kv_type)
-        self.pool = _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
+        self.pool = pool or _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
         try:
             self._model: _native.Model | None = _native.Model(self.pool, config.isa, need.packed_weights)
             Lowering(program, checkpoint, self._model, progress).run(kv_type=config.kv_type, num_blocks=num_blocks)
@@ -138,16 +141,19 @@ def _check_heads(program: Program) -> None:
                 )
 
 
-def _size_cache(config: EngineConfig, context_length: int, *, block_bytes: int, weight_bytes: int) -> tuple[int, int]:
+def _size_cache(
+    config: EngineConfig, context_length: int, *, block_bytes: int, weight_bytes: int, reserve: int
+) -> tuple[int, int]:
     """(context length, number of cache blocks) that the configuration asks for or memory allows.
 
-    weight_bytes: of packed weights and of those that are read in place.
+    weight_bytes: of packed weights and of those that are read in place. reserve: bytes promised to others.
     """
-    free = available_memory() - weight_bytes - _RESERVE
+    reserve += _RESERVE
+    free = available_memory() - weight_bytes - reserve
     if free < block_bytes:
         raise InsufficientMemoryError(
             f"the weights need {format_size(weight_bytes)} and one block of cache {format_size(block_bytes)}, "
-            f"but only {format_size(max(0, available_memory() - _RESERVE))} of memory are free"
+            f"but only {format_size(max(0, available_memory() - reserve))} of memory are free"
         )
     wanted = config.max_model_len or context_length
     blocks_per_sequence = -(-wanted // BLOCK_SIZE)
