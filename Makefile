@@ -66,7 +66,8 @@ native-test-arm: $(VENV)/.build-tools  ## Build the native tests for 64-bit ARM 
 		|| { echo "$$program is missing: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
 	@echo "» Building the native tests for 64-bit ARM ..."
 	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B $(ARM) -G Ninja -DCMAKE_BUILD_TYPE=Release \
-		-DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCAUDAL_PYTHON=OFF -DCAUDAL_TESTS=ON >/dev/null
+		-DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCAUDAL_PYTHON=OFF -DCAUDAL_TESTS=ON \
+		-DCAUDAL_WERROR=ON >/dev/null
 	@PATH="$$PWD/$(BIN):$$PATH" cmake --build $(ARM) -j $(JOBS) >$(ARM)/build.log \
 		|| { tail -40 $(ARM)/build.log; exit 1; }
 	@run() { qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu "$$@"; }; \
