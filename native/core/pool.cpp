@@ -25,7 +25,7 @@ constexpr int kPausesPerRound = 40;
 constexpr uint64_t kMinJudgedRun = 200'000;  // ns; shorter runs say nothing
 constexpr double kLateFraction = 0.30;       // of a run lost in waiting for one thread
 constexpr int kStrikes = 2;
-constexpr uint64_t kFirstPenalty = 100'000'000;      // ns
+constexpr uint64_t kFirstPenalty = 500'000'000;      // ns
 constexpr uint64_t kLongestPenalty = 1'600'000'000;  // ns
 constexpr uint64_t kForgive = 2'000'000'000;         // ns of good behaviour
 

@@ -56,7 +56,6 @@ class EngineStats:
     kv_cache_usage: float = 0.0  # share of the blocks that sequences hold, 0 to 1
     num_steps: int = 0
     num_computed_tokens: int = 0  # rows that went through the model
-    num_step_tokens: int = 0  # of these, in the latest step
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
@@ -196,7 +195,6 @@ class Engine:
             kv_cache_usage=scheduler.pool.usage,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
-            num_step_tokens=self._num_step_tokens,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
