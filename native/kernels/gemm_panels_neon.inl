@@ -1,0 +1,103 @@
+// What the packed weights hold, for 64-bit ARM: codes, scales and mins as vectors. Included inside an unnamed
+// namespace by the products of packed weights.
+
+[[gnu::always_inline]] inline float32x4_t load_halves(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+
+// 4 bytes as 32-bit lanes
+[[gnu::always_inline]] inline uint32x4_t load_bytes(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof(four));
+  return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+}
+
+[[gnu::always_inline]] inline int32x4_t load_signed_bytes(const int8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof(four));
+  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
+}
+
+// ---- Codes of 32 columns: lines j and j + 4 of the rows 4 v .. 4 v + 3, k = 4j .. 4j + 3 and 16 more
+
+struct TwoLines {
+  int8x16_t first, second;
+};
+
+[[gnu::always_inline]] inline TwoLines nibbles(const NibbleLines& lines, int j, int v) {
+  const uint8x16_t pairs = vld1q_u8(lines[j][4 * v]);
+  return {vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4))};
+}
+
+// codes | the bits under `mask` of the bytes, shifted left (right if negative)
+[[gnu::always_inline]] inline int8x16_t with_bits(int8x16_t codes, uint8x16_t bytes, int left, int mask) {
+  const uint8x16_t bits = vandq_u8(vshlq_u8(bytes, vdupq_n_s8(static_cast<int8_t>(left))),
+                                   vdupq_n_u8(static_cast<uint8_t>(mask)));
+  return vorrq_s8(codes, vreinterpretq_s8_u8(bits));
+}
+
+[[gnu::always_inline]] inline TwoLines five_bits(const NibbleLines& lines, const FifthBitLine& high, int j,
+                                                 int v) {
+  const TwoLines low = nibbles(lines, j, v);
+  const uint8x16_t bits = vld1q_u8(high[4 * v]);
+  return {with_bits(low.first, bits, 4 - j, 16), with_bits(low.second, bits, -j, 16)};
+}
+
+[[gnu::always_inline]] inline TwoLines less(TwoLines codes, int by) {
+  const int8x16_t b = vdupq_n_s8(static_cast<int8_t>(by));
+  return {vsubq_s8(codes.first, b), vsubq_s8(codes.second, b)};
+}
+
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ4_0& w, int j, int v) {
+  return less(nibbles(w.codes, j, v), 8);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ4_1& w, int j, int v) {
+  return nibbles(w.codes, j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ5_0& w, int j, int v) {
+  return less(five_bits(w.codes, w.high, j, v), 16);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ5_1& w, int j, int v) {
+  return less(five_bits(w.codes, w.high, j, v), 16);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ8_0& w, int j, int v) {
+  return {vld1q_s8(w.codes[j][4 * v]), vld1q_s8(w.codes[j + 4][4 * v])};
+}
+
+// Part `part` of 32 columns of a K block
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ4_K& w, int part, int j, int v) {
+  return nibbles(w.codes[part], j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ5_K& w, int part, int j, int v) {
+  return five_bits(w.codes[part], w.high[part], j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ6_K& w, int part, int j, int v) {
+  const TwoLines low = nibbles(w.codes[part], j, v);
+  const int left = 4 - 2 * j;
+  return less({with_bits(low.first, vld1q_u8(w.high[part][0][4 * v]), left, 48),
+               with_bits(low.second, vld1q_u8(w.high[part][1][4 * v]), left, 48)},
+              32);
+}
+
+// ---- Scales
+
+template <class Panel>
+concept HasMin = requires(const Panel& w) { w.m; };
+template <class Panel>
+concept HasFifthBits = requires(const Panel& w) { w.high; };
+template <class Panel>
+concept HasParts = requires(const Panel& w) { w.parts; };  // with a scale and a min each
+
+// The scales and mins of part `part`, of 4 rows
+struct ScaleMin {
+  int32x4_t scale, min;
+};
+
+[[gnu::always_inline]] inline ScaleMin scale_min(const ScalesMins& parts, int part, int v) {
+  const uint32x4_t low = load_bytes(parts.low[part] + 4 * v);
+  const uint32x4_t high = vshlq_u32(load_bytes(parts.high[part % 4] + 4 * v), vdupq_n_s32(part < 4 ? 0 : -4));
+  const uint32x4_t two = vdupq_n_u32(3);
+  const uint32x4_t scale = vorrq_u32(vandq_u32(low, vdupq_n_u32(15)), vshlq_n_u32(vandq_u32(high, two), 4));
+  const uint32x4_t min = vorrq_u32(vshrq_n_u32(low, 4), vshlq_n_u32(vandq_u32(vshrq_n_u32(high, 2), two), 4));
+  return {vreinterpretq_s32_u32(scale), vreinterpretq_s32_u32(min)};
+}
