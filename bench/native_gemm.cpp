@@ -2,8 +2,8 @@
 // "cold" cycles through more copies of the matrix than the caches hold, as a model does; "hot" uses one.
 // Absolute numbers move with the machine's other guests: compare versions only by runs that alternate.
 //
-// Usage: native_gemm [auto|avx2|reference] [seconds per number, 0.3] [part of the names of the matrices to
-// measure, all] [tokens ...]
+// Usage: native_gemm [auto|avx512|avx2|reference] [seconds per number, 0.3] [part of the names of the
+// matrices to measure, all] [tokens ...]
 
 #include <pthread.h>
 #include <sched.h>
@@ -139,7 +139,7 @@ void measure(const Kernels& kernels, const Shape& shape, double seconds, const s
               static_cast<long long>(shape.cols), static_cast<double>(matrix_bytes) / 1e6, copies);
   Pair pair;
   for (const int64_t tokens : counts) {
-    const ActKind kind = act_kind(one);
+    const ActKind kind = act_kind(one, kernels);
     const int64_t groups = (tokens + kTokenGroup - 1) / kTokenGroup;
     const size_t group_bytes = activation_group_bytes(kind, shape.cols);
     const Pages act(static_cast<size_t>(groups) * group_bytes + 4096),

@@ -289,9 +289,9 @@ void Model::finish(ValueId output, CacheShape cache) {
         if (s.up_weight >= 0) {
           const Weight& up = weight(s.up_weight);
           require(up.cols == w.cols && up.rows == w.rows && s.residual < 0, "bad gated pair");
-          p.uses[static_cast<int>(act_kind(up))] = true;
+          p.uses[static_cast<int>(act_kind(up, kernels_))] = true;
         }
-        p.uses[static_cast<int>(act_kind(w))] = true;
+        p.uses[static_cast<int>(act_kind(w, kernels_))] = true;
       }
       for (int k = 0; k < kNumActKinds; ++k) {
         if (p.uses[k]) max_cols_[k] = std::max(max_cols_[k], p.cols);
@@ -710,7 +710,7 @@ void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activatio
   const float* bias = vector(spec.bias);
 
   if (spec.up_weight < 0) {
-    kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w))], g0, g1, out,
+    kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w, kernels_))], g0, g1, out,
                   static_cast<size_t>(w.rows), scratch.kernel);
     const float* residual = spec.residual < 0 ? nullptr : value(spec.residual);
     for (int64_t t = t0; t < t1 && (bias != nullptr || residual != nullptr); ++t) {
@@ -723,10 +723,10 @@ void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activatio
   const Weight& up = weights_[static_cast<size_t>(spec.up_weight)];
   const float* up_bias = vector(spec.up_bias);
   const int64_t origin = t0 * tile_ld + r0;  // gemm() counts tokens and rows from 0
-  kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w))], g0, g1, scratch.tile[0] - origin,
-                static_cast<size_t>(tile_ld), scratch.kernel);
-  kernels_.gemm(up, s.p0, s.p1, acts[static_cast<int>(act_kind(up))], g0, g1, scratch.tile[1] - origin,
-                static_cast<size_t>(tile_ld), scratch.kernel);
+  kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w, kernels_))], g0, g1,
+                scratch.tile[0] - origin, static_cast<size_t>(tile_ld), scratch.kernel);
+  kernels_.gemm(up, s.p0, s.p1, acts[static_cast<int>(act_kind(up, kernels_))], g0, g1,
+                scratch.tile[1] - origin, static_cast<size_t>(tile_ld), scratch.kernel);
   for (int64_t t = t0; t < t1; ++t) {
     float* a = scratch.tile[0] + (t - t0) * tile_ld;
     float* b = scratch.tile[1] + (t - t0) * tile_ld;

@@ -8,6 +8,7 @@ namespace caudal {
 // prepare, gemm, decode_row
 void fill_gemm_reference(Kernels& table);
 void fill_gemm_avx2(Kernels& table);
+void fill_gemm_avx512(Kernels& table);
 void fill_gemm_neon(Kernels& table);
 void fill_gemm_neon_dotprod(Kernels& table);
 

@@ -4,6 +4,8 @@
 // or templates of other headers: the linker must never pick a copy that was compiled with AVX2 for another
 // file.
 
+#include "kernels/gemm_avx2.h"
+
 #include <immintrin.h>
 
 #include <concepts>
@@ -127,6 +129,11 @@ void decode_row(const Weight& w, int64_t row, float* out) {
 }
 
 }  // namespace
+
+void gemm_avx2(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1,
+               float* out, size_t ldo, std::byte* scratch) {
+  gemm(w, p0, p1, x, g0, g1, out, ldo, scratch);
+}
 
 void fill_gemm_avx2(Kernels& table) {
   table.prepare = prepare;

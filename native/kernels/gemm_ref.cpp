@@ -169,6 +169,7 @@ int fifth_bit(const FifthBitLine& line, int row, int k) { return (line[row][k % 
 // The numbers 0..31 of a block as integers, without scale and min. 5-bit codes with a min stand for
 // themselves less 16, as the fast kernels compute with them.
 int code(const PanelQ4_0& w, int row, int k) { return nibble(w.codes, row, k) - 8; }
+int code(const PanelQ8_0& w, int row, int k) { return w.codes[k / 4][row][k % 4]; }
 int code(const PanelQ4_1& w, int row, int k) { return nibble(w.codes, row, k); }
 int code(const PanelQ5_0& w, int row, int k) {
   return (nibble(w.codes, row, k) | fifth_bit(w.high, row, k)) - 16;
@@ -316,11 +317,14 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
     CAUDAL_GEMM(Q4_1, A8, kBlock)
     CAUDAL_GEMM(Q5_0, A8, kBlock)
     CAUDAL_GEMM(Q5_1, A8, kBlock)
-    CAUDAL_GEMM(Q8_0, A16, kBlock)
     CAUDAL_GEMM(Q4_K, A8K, kSuperBlock)
     CAUDAL_GEMM(Q5_K, A8K, kSuperBlock)
     CAUDAL_GEMM(Q6_K, A8K, kSuperBlock)
 #undef CAUDAL_GEMM
+    case QuantType::kQ8_0:
+      return (x.kind == ActKind::kA8
+                  ? gemm_packed<PanelQ8_0, BlockA8, kBlock>
+                  : gemm_packed<PanelQ8_0, BlockA16, kBlock>)(w, p0, p1, x, g0, g1, out, ldo);
     default:
       return;  // no other type is ever packed
   }

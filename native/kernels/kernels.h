@@ -23,7 +23,7 @@ constexpr int kKvChunk = 256;   // keys of one attention partial; a multiple of 
 constexpr int kMaxHeadDim = 256;
 constexpr int kScanBlock = 64;  // logits of one block of `block_max`
 
-// How a weight wants its input. Chosen by `act_kind(Weight)` in core/pack.h.
+// How a weight wants its input. Chosen by `act_kind()` in core/pack.h.
 enum class ActKind : uint8_t {
   kF32,  // float32 rows, for types that are decoded to float tiles
   kA8,   // int8 with one fp32 scale and one fp32 scale*sum per 32 (4- and 5-bit types)
@@ -95,6 +95,9 @@ static constexpr size_t partial_floats(int v_dim) { return 2 + static_cast<size_
 struct Kernels {
   const char* name;
 
+  // The input of 8-bit weights: kA16, or kA8 where bytes are multiplied without saturation.
+  ActKind byte_weights_act = ActKind::kA16;
+
   // --- activations: fill the groups g0 .. g1 of `out` from rows x (ldx floats apart, row 0 is token 0).
   // A block (32 or 256 numbers) that holds NaN or infinity gets the scale NaN, so every output of its token
   // is NaN.
@@ -151,8 +154,8 @@ size_t attention_scratch_bytes(int group, int k_dim, int v_dim);
 // What was compiled in and this CPU supports, from the slowest, "reference", to the fastest.
 const std::vector<Kernels>& available_kernels();
 const Kernels& reference_kernels();
-// "auto" (the fastest), "reference", "avx2", "neon", "neon-dotprod"; nullptr if unknown or not available
-// here.
+// "auto" (the fastest), "reference", "avx2", "avx512", "neon", "neon-dotprod"; nullptr if unknown or not
+// available here.
 const Kernels* select_kernels(const char* isa);
 
 }  // namespace caudal

@@ -25,6 +25,11 @@ std::vector<Kernels> make_tables() {
     tables.push_back(make_table("avx2", fill_gemm_avx2, fill_vector_avx2, fill_attention_avx2));
   }
 #endif
+#ifdef CAUDAL_HAVE_AVX512
+  if (cpu_has_avx512_vnni()) {  // row operations and attention as with AVX2
+    tables.push_back(make_table("avx512", fill_gemm_avx512, fill_vector_avx2, fill_attention_avx2));
+  }
+#endif
 #ifdef CAUDAL_HAVE_NEON  // every 64-bit ARM processor
   tables.push_back(make_table("neon", fill_gemm_neon, fill_vector_neon, fill_attention_neon));
   if (cpu_has_dotprod()) {

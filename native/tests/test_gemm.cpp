@@ -189,14 +189,14 @@ TEST_CASE("gemm agrees with double arithmetic and does not depend on the batch")
             CAPTURE(packed);
             CAPTURE(rows);
             CAPTURE(cols);
-            const Input all = prepare(kernels, act_kind(w), x.data(), kMostTokens, cols);
+            const Input all = prepare(kernels, act_kind(w, kernels), x.data(), kMostTokens, cols);
             const Output whole = gemm(w, all.act);
             check_against_double(m, all.act, whole);
             CHECK(whole.guards_hold());
             CHECK(gemm(w, all.act, 1, 1).same_bits(whole));
             CHECK(gemm(w, all.act, 3, 5).same_bits(whole));
             for (const int64_t tokens : kTokens) {
-              const Input some = prepare(kernels, act_kind(w), x.data(), tokens, cols);
+              const Input some = prepare(kernels, act_kind(w, kernels), x.data(), tokens, cols);
               CHECK(gemm(w, some.act).same_bits(whole));
             }
           }
@@ -228,7 +228,7 @@ TEST_CASE("gemm handles the extremes of codes, scales and activations") {
           CAPTURE(std::string(type_info(type)->name));
           CAPTURE(packed);
           const Weight w = m.weight(packed);
-          const Input in = prepare(kernels, act_kind(w), x.data(), tokens, cols);
+          const Input in = prepare(kernels, act_kind(w, kernels), x.data(), tokens, cols);
           check_against_double(m, in.act, gemm(w, in.act));
         }
       }
@@ -252,8 +252,8 @@ TEST_CASE("all instruction sets give the same bits") {
           const std::vector<float> x = make_rows(tokens, cols, 5);
           const Matrix m = make_matrix(type, rows, cols, Content::kRandom, 23);
           const Weight w = m.weight(packed);
-          const Input a = prepare(all[0], act_kind(w), x.data(), tokens, cols);
-          const Input b = prepare(all[i], act_kind(w), x.data(), tokens, cols);
+          const Input a = prepare(all[0], act_kind(w, all[i]), x.data(), tokens, cols);
+          const Input b = prepare(all[i], act_kind(w, all[i]), x.data(), tokens, cols);
           CHECK(gemm(w, b.act).same_bits(reference(w, a.act)));
         }
       }
@@ -374,10 +374,10 @@ TEST_CASE("numbers that are not finite spoil their own token and no other") {
             std::vector<float> x = make_rows(tokens, cols, 1);
             const Matrix m = make_matrix(type, rows, cols, Content::kRandom, 2);
             const Weight w = m.weight(packed);
-            const Input good = prepare(kernels, act_kind(w), x.data(), tokens, cols);
+            const Input good = prepare(kernels, act_kind(w, kernels), x.data(), tokens, cols);
             const Output expected = gemm(w, good.act);
             x[static_cast<size_t>(2 * cols + where)] = bad;
-            const Input in = prepare(kernels, act_kind(w), x.data(), tokens, cols);
+            const Input in = prepare(kernels, act_kind(w, kernels), x.data(), tokens, cols);
             const Output out = gemm(w, in.act);
             for (int64_t t = 0; t < tokens; ++t) {
               for (int64_t r = 0; r < rows; ++r) {

@@ -119,14 +119,14 @@ TEST_CASE("disjoint ranges of panels make the whole") {
 
 TEST_CASE("the kind of activations follows from type and layout") {
   for (const QuantType type : {QuantType::kQ4_0, QuantType::kQ4_1, QuantType::kQ5_0, QuantType::kQ5_1}) {
-    CHECK(act_kind({.type = type, .packed = true}) == ActKind::kA8);
+    CHECK(act_kind({.type = type, .packed = true}, reference_kernels()) == ActKind::kA8);
   }
   for (const QuantType type : {QuantType::kQ4_K, QuantType::kQ5_K, QuantType::kQ6_K}) {
-    CHECK(act_kind({.type = type, .packed = true}) == ActKind::kA8K);
+    CHECK(act_kind({.type = type, .packed = true}, reference_kernels()) == ActKind::kA8K);
   }
-  CHECK(act_kind({.type = QuantType::kQ8_0, .packed = true}) == ActKind::kA16);
+  CHECK(act_kind({.type = QuantType::kQ8_0, .packed = true}, reference_kernels()) == ActKind::kA16);
   for (const QuantType type : kAllTypes) {
-    CHECK(act_kind({.type = type, .packed = false}) == ActKind::kF32);
+    CHECK(act_kind({.type = type, .packed = false}, reference_kernels()) == ActKind::kF32);
     CHECK(has_packed_layout(type) == (packed_panel_bytes(type, 256) != 0));
   }
 }
