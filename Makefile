@@ -15,9 +15,10 @@ CPP := $(wildcard native/*/*.cpp native/*/*.h native/*/*.inl)
 NATIVE := CMakeLists.txt $(CPP)
 SANITIZED := build/sanitized
 ARM := build/aarch64
+OPTIMISED := build/optimised
 PYTEST_ARGS ?=
 
-.PHONY: help chat serve test lint format stubs docs native-test native-test-arm model clean
+.PHONY: help chat serve test lint format stubs docs native-test native-test-arm check-spills model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -82,6 +83,12 @@ native-test-arm: $(VENV)/.build-tools  ## Build the native tests for 64-bit ARM 
 	done; \
 	expect max 'reference neon neon-dotprod'; \
 	run max $(ARM)/caudal_tests
+
+check-spills: $(VENV)/.build-tools  ## Check that the compiler keeps the sums of matrix products in registers
+	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B $(OPTIMISED) -G Ninja -DCMAKE_BUILD_TYPE=Release -DCAUDAL_PYTHON=OFF >/dev/null
+	@PATH="$$PWD/$(BIN):$$PATH" cmake --build $(OPTIMISED) -j $(JOBS) >$(OPTIMISED)/build.log \
+		|| { tail -40 $(OPTIMISED)/build.log; exit 1; }
+	@$(BIN)/python native/check_spills.py $(OPTIMISED)
 
 clean:  ## Remove the environment and everything built; models stay
 	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

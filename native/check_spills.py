@@ -1,0 +1,106 @@
+"""Fails where the compiler keeps the sums of a matrix product in memory instead of registers.
+
+    python native/check_spills.py BUILD_DIR
+
+BUILD_DIR holds a Release build by GCC. Every fused product is disassembled, and the vector registers that it stores
+on the stack are counted. A function may store as many as it needs by design (sums of 3 and 4 tokens with AVX2, where
+16 registers are not enough; scales of a block that are expanded there), and no more: one more means that GCC moves
+values in and out within the inner loop, which costs up to half of the speed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
+_STORE = re.compile(r"\tv?mov\w+\s+%[yz]mm\d+,[^,]*\(%r[sb]p[^)]*\)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Stores on the stack that functions may have whose name, without namespaces and arguments, matches `pattern`."""
+
+    library: str  # CMake target
+    pattern: str
+    stores: int
+    functions: int  # how many there are at least: a renamed function must not escape
+
+
+BUDGETS = [
+    Budget("caudal_avx2", r"multiply<Panel\w+, 1, \w+>", 0, 10),
+    Budget("caudal_avx2", r"multiply<Panel\w+, 2, \w+>", 3, 10),
+    Budget("caudal_avx2", r"multiply<Panel\w+, 3, \w+>", 15, 10),
+    Budget("caudal_avx2", r"multiply<Panel\w+, 4, \w+>", 25, 10),
+    Budget("caudal_avx2", r"multiply_block<Panel\w+, 1, .*>", 6, 12),
+    Budget("caudal_avx2", r"multiply_block<Panel\w+, 2, .*>", 12, 12),
+    Budget("caudal_avx2", r"multiply_block<Panel\w+, 3, .*>", 20, 12),
+    Budget("caudal_avx2", r"multiply_block<Panel\w+, 4, .*>", 30, 12),
+    Budget("caudal_avx2", r"multiply_few<Panel\w+, [12]>", 63, 6),
+    Budget("caudal_avx2", r"accumulate<\d>", 0, 3),
+    Budget("caudal_avx512", r"multiply<Panel\w+, .*>", 0, 50),
+    Budget("caudal_avx512", r"multiply_block<PanelQ[45]_K, .*>", 0, 20),
+    Budget("caudal_avx512", r"multiply_block<PanelQ6_K, .*>", 12, 10),
+    Budget("caudal_avx512", r"multiply_few<Panel\w+, .*>", 33, 15),
+]
+
+
+def stack_stores(library: Path) -> dict[str, int]:
+    """Vector stores on the stack of each function in the object files of a CMake target."""
+    counts: dict[str, int] = {}
+    for file in sorted(library.rglob("*gemm*.o")):
+        listing = subprocess.run(
+            ["objdump", "-dC", "--no-show-raw-insn", file], check=True, capture_output=True, text=True
+        )
+        for name, lines in functions(listing.stdout.splitlines()):
+            counts[name] = sum(1 for line in lines if _STORE.search(line.rstrip()))
+    return counts
+
+
+def functions(listing: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The functions of a disassembly, by their names without namespaces and arguments."""
+    name, lines = "", list[str]()
+    for line in [*listing, "0 <end>:"]:
+        match = _FUNCTION.match(line)
+        if match is None:
+            lines.append(line)
+            continue
+        if name:
+            yield name, lines
+        plain = re.sub(r"caudal::|\(anonymous namespace\)::|\[clone .*\]", "", match["name"])
+        name, lines = plain.removeprefix("void ").split("(")[0], []
+
+
+def main() -> int:
+    build = Path(sys.argv[1])
+    if shutil.which("objdump") is None:
+        print("spills: not checked, as objdump (binutils) is not installed")
+        return 0
+    compiler = next(build.glob("CMakeFiles/*/CMakeCXXCompiler.cmake")).read_text()
+    if 'CMAKE_CXX_COMPILER_ID "GNU"' not in compiler:
+        print("spills: not checked, as the compiler is not GCC")
+        return 0
+    problems: list[str] = []
+    checked = 0
+    for budget in BUDGETS:
+        library = build / "CMakeFiles" / f"{budget.library}.dir"
+        found = {n: c for n, c in stack_stores(library).items() if re.fullmatch(budget.pattern, n)}
+        if len(found) < budget.functions:
+            problems.append(
+                f"{budget.library}: {len(found)} functions match {budget.pattern!r}, not {budget.functions}"
+            )
+        for name, count in found.items():
+            checked += 1
+            if count > budget.stores:
+                problems.append(f"{budget.library}: {name} stores {count} vectors on the stack, not {budget.stores}")
+    print("\n".join(problems) if problems else f"spills: none in {checked} products")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
