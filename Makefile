@@ -81,7 +81,7 @@ native-test-arm: $(VENV)/.build-tools  ## Build the native tests for 64-bit ARM 
 		expect $${cpu%%:*} "$${cpu#*:}"; \
 		run $${cpu%%:*} $(ARM)/caudal_tests --test-case='*instruction set*'; \
 	done; \
-	expect max 'reference neon neon-dotprod'; \
+	expect max 'reference neon neon-dotprod neon-i8mm'; \
 	run max $(ARM)/caudal_tests
 
 check-spills: $(VENV)/.build-tools  ## Check that the compiler keeps the sums of matrix products in registers

@@ -62,9 +62,15 @@ bool cpu_has_dotprod() {
   return (getauxval(AT_HWCAP) & kDotProduct) != 0;
 }
 
+bool cpu_has_i8mm() {
+  constexpr unsigned long kMatrix = 1UL << 13;  // HWCAP2_I8MM
+  return (getauxval(AT_HWCAP2) & kMatrix) != 0;
+}
+
 #else
 
 bool cpu_has_dotprod() { return false; }
+bool cpu_has_i8mm() { return false; }
 
 #endif
 

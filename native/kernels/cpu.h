@@ -9,5 +9,7 @@ bool cpu_has_avx2();
 bool cpu_has_avx512_vnni();
 // The dot product instructions of 64-bit ARM (FEAT_DotProd).
 bool cpu_has_dotprod();
+// The 8-bit matrix instructions of 64-bit ARM (FEAT_I8MM).
+bool cpu_has_i8mm();
 
 }  // namespace caudal

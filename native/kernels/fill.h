@@ -11,6 +11,7 @@ void fill_gemm_avx2(Kernels& table);
 void fill_gemm_avx512(Kernels& table);
 void fill_gemm_neon(Kernels& table);
 void fill_gemm_neon_dotprod(Kernels& table);
+void fill_gemm_neon_i8mm(Kernels& table);
 
 // Row operations and scans of logits
 void fill_vector_reference(Kernels& table);

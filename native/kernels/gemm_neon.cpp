@@ -207,8 +207,6 @@ void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activatio
 template <int T>
 constexpr int kVectors8 = T == 1 ? 4 : 2;
 template <int T>
-constexpr int kVectors16 = 1;
-template <int T>
 constexpr int kVectorsK = T <= 2 ? 2 : 1;
 
 // Products for each of 4 rows and of the numbers of k modulo 4: a lane adds up 8 of them. That stays within
@@ -248,10 +246,9 @@ struct Dot8 {
 };
 
 // Four 32-bit sums, of the numbers of k modulo 4, for every row.
-template <int T, int Vectors>
+template <int T>
 struct Dot16 {
-  static_assert(Vectors == 1);
-  static constexpr int kVectors = Vectors;
+  static constexpr int kVectors = 1;
   int32x4_t sums[4][T];
 
   struct Line {
@@ -286,6 +283,12 @@ struct Dot16 {
   [[gnu::always_inline]] inline int32x4_t sum(int, int t) const {
     return vpaddq_s32(vpaddq_s32(sums[0][t], sums[1][t]), vpaddq_s32(sums[2][t], sums[3][t]));
   }
+};
+
+template <int T>
+struct ByteWeights {
+  using Block = BlockA16<T>;
+  using Dot = Dot16<T>;
 };
 
 #include "kernels/gemm_packed_neon.inl"

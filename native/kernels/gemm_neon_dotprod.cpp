@@ -50,8 +50,6 @@ template <int... Token>
 template <int T>
 constexpr int kVectors8 = 4;
 template <int T>
-constexpr int kVectors16 = T == 1 ? 4 : 2;
-template <int T>
 constexpr int kVectorsK = T == 1 ? 4 : 2;
 
 template <int T, int Vectors>
@@ -73,46 +71,25 @@ struct Dot8 {
   [[gnu::always_inline]] inline int32x4_t sum(int v, int t) const { return sums[v][t]; }
 };
 
-// An activation is 256 * high + (low - 128) + 128 with bytes high and low - 128, which are both signed: two
-// dot products, and 128 times the sum of the codes, which all tokens share.
-template <int T, int Vectors>
-struct Dot16 {
-  static constexpr int kVectors = Vectors;
-  int32x4_t high[kVectors][T], low[kVectors][T], codes_sum[kVectors];
-
-  struct Line {
-    int8x16_t high, low;
-  };
-
-  [[gnu::always_inline]] inline Dot16() {
-    CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
-      codes_sum[v] = vdupq_n_s32(0);
-      CAUDAL_UNROLL for (int t = 0; t < T; ++t) high[v][t] = low[v][t] = vdupq_n_s32(0);
-    }
-  }
-  [[gnu::always_inline]] static inline Line load(const int16_t* line) {
-    // Bytes of (k0, k2) and (k1, k3): low, high, low, high. Transposing puts k0 .. k3 next to each other.
-    const int8x16_t even = load_lanes<T>(line), odd = load_lanes<T>(line + 2 * T);
-    return {vtrn2q_s8(even, odd), veorq_s8(vtrn1q_s8(even, odd), vdupq_n_s8(-128))};
-  }
-  [[gnu::always_inline]] inline void add(int v, int8x16_t codes, const Line& line) {
-    add_dots(high[v], codes, line.high, std::make_integer_sequence<int, T>{});
-    add_dots(low[v], codes, line.low, std::make_integer_sequence<int, T>{});
-    codes_sum[v] = vdotq_s32(codes_sum[v], codes, vdupq_n_s8(1));
-  }
-  [[gnu::always_inline]] inline int32x4_t sum(int v, int t) const {
-    const int32x4_t bytes = vaddq_s32(low[v][t], vshlq_n_s32(codes_sum[v], 7));
-    return vaddq_s32(bytes, vshlq_n_s32(high[v][t], 8));
-  }
+template <int T>
+struct ByteWeights {
+  using Block = BlockA8<T>;
+  using Dot = Dot8<T, kVectors8<T>>;
 };
 
 #include "kernels/gemm_packed_neon.inl"
 
 }  // namespace
 
+void gemm_neon_dotprod(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t g0, int64_t g1,
+                       float* out, size_t ldo, std::byte* scratch) {
+  gemm(w, p0, p1, x, g0, g1, out, ldo, scratch);
+}
+
 void fill_gemm_neon_dotprod(Kernels& table) {
   fill_gemm_neon(table);
-  table.gemm = gemm;
+  table.gemm = gemm_neon_dotprod;
+  table.byte_weights_act = ActKind::kA8;
 }
 
 }  // namespace caudal

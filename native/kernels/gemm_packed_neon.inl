@@ -1,13 +1,13 @@
 // The product of packed weights for 64-bit ARM. Included inside an unnamed namespace by the file of each
 // instruction set, after its
 //   template <int T, int Vectors> struct Dot8    int8 codes times int8 activations
-//   template <int T, int Vectors> struct Dot16   int8 codes times int16 activations
-//   template <int T> constexpr int kVectors8, kVectors16, kVectorsK   what fits into the registers: 1, 2 or 4
+//   template <int T> constexpr int kVectors8, kVectorsK   what fits into the registers: 1, 2 or 4
+//   template <int T> struct ByteWeights          of Q8_0: the Block of activations and the Dot
 // Each adds up exact integers over the columns of a block for Vectors x 4 rows and T tokens. There is no
 // saturation to care for, so signed codes are multiplied without the detours that other processors need, and
 // a vector of 16 codes (4 rows x 4 numbers of k) is used as it lies in its line:
 //   struct Line                                the activations of one line, all tokens
-//   static Line load(const int8_t* line)       (const int16_t* of Dot16)
+//   static Line load(const int8_t* line)       (const int16_t* of BlockA16)
 //   void add(int v, int8x16_t codes, const Line& line)
 //   int32x4_t sum(int v, int t) const
 
@@ -152,7 +152,7 @@ constexpr Tile<Panel> tile_for() {
   if constexpr (Size == kSuperBlock) {
     return tile_k<Panel, Dot8<T, kVectorsK<T>>, T>;
   } else if constexpr (std::same_as<Panel, PanelQ8_0>) {
-    return tile<Panel, BlockA16<T>, Dot16<T, kVectors16<T>>, T>;
+    return tile<Panel, typename ByteWeights<T>::Block, typename ByteWeights<T>::Dot, T>;
   } else {
     return tile<Panel, BlockA8<T>, Dot8<T, kVectors8<T>>, T>;
   }

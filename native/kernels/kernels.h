@@ -154,8 +154,8 @@ size_t attention_scratch_bytes(int group, int k_dim, int v_dim);
 // What was compiled in and this CPU supports, from the slowest, "reference", to the fastest.
 const std::vector<Kernels>& available_kernels();
 const Kernels& reference_kernels();
-// "auto" (the fastest), "reference", "avx2", "avx512", "neon", "neon-dotprod"; nullptr if unknown or not
-// available here.
+// "auto" (the fastest), "reference", "avx2", "avx512", "neon", "neon-dotprod", "neon-i8mm"; nullptr if
+// unknown or not available here.
 const Kernels* select_kernels(const char* isa);
 
 }  // namespace caudal

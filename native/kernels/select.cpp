@@ -32,9 +32,16 @@ std::vector<Kernels> make_tables() {
 #endif
 #ifdef CAUDAL_HAVE_NEON  // every 64-bit ARM processor
   tables.push_back(make_table("neon", fill_gemm_neon, fill_vector_neon, fill_attention_neon));
+#endif
+#ifdef CAUDAL_HAVE_NEON_DOTPROD
   if (cpu_has_dotprod()) {
     tables.push_back(
         make_table("neon-dotprod", fill_gemm_neon_dotprod, fill_vector_neon, fill_attention_neon));
+  }
+#endif
+#ifdef CAUDAL_HAVE_NEON_I8MM
+  if (cpu_has_dotprod() && cpu_has_i8mm()) {
+    tables.push_back(make_table("neon-i8mm", fill_gemm_neon_i8mm, fill_vector_neon, fill_attention_neon));
   }
 #endif
   return tables;

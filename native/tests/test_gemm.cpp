@@ -157,8 +157,11 @@ void check_against_double(const Matrix& m, const Activations& x, const Output& o
 }
 
 std::vector<int64_t> widths(QuantType type) {
-  if (type_info(type)->block_size == kSuperBlock) return {256, 512, 1280};
-  std::vector<int64_t> all = {32, 64, 96, 576, 1440};
+  if (type_info(type)->block_size == kSuperBlock) {
+    return kEmulated ? std::vector<int64_t>{256, 512} : std::vector<int64_t>{256, 512, 1280};
+  }
+  std::vector<int64_t> all = {32, 96, 576};
+  if (!kEmulated) all.insert(all.end(), {64, 1440});
   if (type_info(type)->block_size == 1) all.insert(all.end(), {1, 7, 40, 1037});
   return all;
 }

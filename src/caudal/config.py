@@ -70,7 +70,7 @@ class EngineConfig:
     )
     num_speculative_tokens: int = setting(8, "Tokens to guess at most for one sequence in one step.")
     pin_threads: bool = setting(True, "Bind each thread to one CPU.")
-    isa: str = setting("auto", "Kernels: auto, reference, avx2, avx512, neon or neon-dotprod.")
+    isa: str = setting("auto", "Kernels: auto, reference, avx2, avx512, neon, neon-dotprod or neon-i8mm.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
