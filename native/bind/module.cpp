@@ -8,7 +8,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
 #include <memory>
+#include <system_error>
 
 #include "core/pack.h"
 #include "exec/model.h"
@@ -265,6 +267,19 @@ void bind_model(nb::module_& m) {
           },
           "output"_a, "kv_type"_a, "num_blocks"_a, "kv_layers"_a)
       .def(
+          "lock_memory",
+          [](const PyModel& self) {
+            try {
+              nb::gil_scoped_release release;
+              self.model.lock_memory();
+            } catch (const std::system_error& error) {
+              errno = error.code().value();
+              PyErr_SetFromErrno(PyExc_OSError);
+              throw nb::python_error();
+            }
+          },
+          "Keep weights and cache in memory; raises OSError where the system refuses.")
+      .def(
           "run",
           [](nb::object self, const Ints& token_ids, const Ints& positions, const Ints& query_start,
              const Ints& seq_lens, const IntTable& block_tables, const Ints& slot_mapping,
@@ -290,7 +305,6 @@ void bind_model(nb::module_& m) {
           "token_ids"_a, "positions"_a, "query_start"_a, "seq_lens"_a, "block_tables"_a, "slot_mapping"_a,
           "logits_rows"_a, "One step; the logits [rows, vocab] are valid until the next call.");
 
-  m.def("usable_cpus", &ThreadPool::usable_cpus, "CPUs that this process may use.");
   m.def(
       "instruction_sets",
       [] {

@@ -3,8 +3,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <new>
+#include <system_error>
 
 namespace caudal {
 namespace {
@@ -32,6 +34,10 @@ Region::Region(size_t bytes, bool huge) {
 
 Region::~Region() {
   if (base_ != nullptr) munmap(base_, mapped_);
+}
+
+void lock_pages(const std::byte* data, size_t bytes) {
+  if (bytes != 0 && mlock(data, bytes) != 0) throw std::system_error(errno, std::generic_category(), "mlock");
 }
 
 void release_pages(const std::byte* data, size_t bytes) {

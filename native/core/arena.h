@@ -38,6 +38,10 @@ class Region {
   size_t size_ = 0;
 };
 
+// Reads the pages of [data, data + bytes) and keeps them resident until they are unmapped. Throws
+// std::system_error.
+void lock_pages(const std::byte* data, size_t bytes);
+
 // Tells the system that the pages inside [data, data + bytes) of a file mapping are not needed for now: they
 // leave this process's resident memory and are read again from the file if touched.
 void release_pages(const std::byte* data, size_t bytes);

@@ -242,10 +242,14 @@ void pack_panels(QuantType type, const std::byte* src, int64_t rows, int64_t col
   if (const Layout* l = layout(type); l != nullptr) l->pack(src, rows, cols, p0, p1, dst);
 }
 
-ActKind act_kind(const Weight& w, const Kernels& kernels) {
-  const Layout* l = w.packed ? layout(w.type) : nullptr;
+ActKind packed_act_kind(QuantType type, const Kernels& kernels) {
+  const Layout* l = layout(type);
   if (l == nullptr) return ActKind::kF32;
   return l->act == ActKind::kA16 ? kernels.byte_weights_act : l->act;
+}
+
+ActKind act_kind(const Weight& w, const Kernels& kernels) {
+  return w.packed ? packed_act_kind(w.type, kernels) : ActKind::kF32;
 }
 
 }  // namespace caudal

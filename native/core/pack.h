@@ -18,6 +18,8 @@ size_t packed_panel_bytes(QuantType type, int64_t cols);
 void pack_panels(QuantType type, const std::byte* src, int64_t rows, int64_t cols, int64_t p0, int64_t p1,
                  std::byte* dst);
 
+// What `gemm` of the weight as it is wants as its input, and what it wants after packing.
 ActKind act_kind(const Weight& w, const Kernels& kernels);
+ActKind packed_act_kind(QuantType type, const Kernels& kernels);
 
 }  // namespace caudal

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -73,26 +72,7 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-// Whole CPUs of the cgroup v2 quota, 0 if there is none.
-int quota_cpus() {
-  int result = 0;
-  if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
-    long quota = 0, period = 0;
-    if (std::fscanf(f, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0) {
-      result = static_cast<int>(std::max(1L, quota / period));
-    }
-    std::fclose(f);
-  }
-  return result;
-}
-
 }  // namespace
-
-int ThreadPool::usable_cpus() {
-  const int n = static_cast<int>(allowed_cpus().size());
-  const int quota = quota_cpus();
-  return quota > 0 ? std::min(n, quota) : n;
-}
 
 ThreadPool::ThreadPool(int num_threads, bool pin)
     : num_threads_(std::max(1, num_threads)),

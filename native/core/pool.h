@@ -65,9 +65,6 @@ class ThreadPool {
   // forked child, where the threads do not exist.
   void run(FunctionRef<Member&> body);
 
-  // CPUs that this process may use, from its affinity mask and its cgroup's CPU quota.
-  static int usable_cpus();
-
  private:
   friend class Member;
   struct alignas(64) Slot {

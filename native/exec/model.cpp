@@ -278,6 +278,10 @@ void Model::finish(ValueId output, CacheShape cache) {
       p.cols = width(l->input);
       check_norm(l->norm, p.cols);
       if (l->norm.kind != NormKind::kNone) max_norm_cols_ = std::max(max_norm_cols_, p.cols);
+      const auto use = [&](const Weight& w) {
+        p.uses[static_cast<int>(packed_act_kind(w.type, kernels_))] = true;
+        if (!w.packed) max_panel_bytes_ = std::max(max_panel_bytes_, packed_panel_bytes(w.type, w.cols));
+      };
       for (const LinearSpec& s : l->linears) {
         const Weight& w = weight(s.weight);
         require(w.cols == p.cols && w.rows == width(s.out) && is_row(s.out) == is_row(l->input),
@@ -289,9 +293,9 @@ void Model::finish(ValueId output, CacheShape cache) {
         if (s.up_weight >= 0) {
           const Weight& up = weight(s.up_weight);
           require(up.cols == w.cols && up.rows == w.rows && s.residual < 0, "bad gated pair");
-          p.uses[static_cast<int>(act_kind(up, kernels_))] = true;
+          use(up);
         }
-        p.uses[static_cast<int>(act_kind(w, kernels_))] = true;
+        use(w);
       }
       for (int k = 0; k < kNumActKinds; ++k) {
         if (p.uses[k]) max_cols_[k] = std::max(max_cols_[k], p.cols);
@@ -380,7 +384,8 @@ void Model::finish(ValueId output, CacheShape cache) {
     }
     const size_t row_bytes = align64(static_cast<size_t>(kTokenGroup * max_norm_cols_) * sizeof(float)) + pad;
     const size_t key_bytes = kMaxHeadDim * sizeof(float) + pad;
-    total += row_bytes + key_bytes + 2 * (tile_floats * sizeof(float) + pad);
+    const size_t panel_bytes = max_panel_bytes_ == 0 ? 0 : align64(max_panel_bytes_) + pad;
+    total += panel_bytes + row_bytes + key_bytes + 2 * (tile_floats * sizeof(float) + pad);
     s.memory = Region(total);
     std::byte* at = s.memory.data();
     const auto take = [&](size_t bytes) {
@@ -389,11 +394,20 @@ void Model::finish(ValueId output, CacheShape cache) {
       return result;
     };
     s.kernel = take(kernel_bytes + pad);
+    s.panel = take(panel_bytes);
     for (int k = 0; k < kNumActKinds; ++k) s.acts[k] = take(acts[k]);
     s.rows = reinterpret_cast<float*>(take(row_bytes));
     s.key = reinterpret_cast<float*>(take(key_bytes));
     for (float*& t : s.tile) t = reinterpret_cast<float*>(take(tile_floats * sizeof(float) + pad));
     scratch_.push_back(std::move(s));
+  }
+}
+
+void Model::lock_memory() const {
+  lock_pages(packed_.data(), packed_.size());
+  lock_pages(cache_memory_.data(), cache_memory_.size());
+  for (const Weight& w : weights_) {
+    if (!w.packed) lock_pages(w.data, static_cast<size_t>(w.rows) * w.stride);
   }
 }
 
@@ -700,6 +714,26 @@ void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loo
   });
 }
 
+void Model::multiply(const Weight& w, int64_t p0, int64_t p1, const Activations* acts, int64_t g0, int64_t g1,
+                     float* out, size_t ldo, Scratch& scratch) const {
+  const Activations& x = acts[static_cast<int>(packed_act_kind(w.type, kernels_))];
+  if (w.packed || !has_packed_layout(w.type)) {
+    kernels_.gemm(w, p0, p1, x, g0, g1, out, ldo, scratch.kernel);
+    return;
+  }
+  Weight panel{.type = w.type,
+               .packed = true,
+               .rows = kPanelRows,
+               .cols = w.cols,
+               .data = scratch.panel,
+               .stride = packed_panel_bytes(w.type, w.cols)};
+  for (int64_t p = p0; p < p1; ++p) {
+    pack_panels(w.type, w.data, w.rows, w.cols, p, p + 1, scratch.panel);
+    panel.rows = std::min<int64_t>(kPanelRows, w.rows - p * kPanelRows);
+    kernels_.gemm(panel, 0, 1, x, g0, g1, out + p * kPanelRows, ldo, scratch.kernel);
+  }
+}
+
 void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activations* acts, int64_t g0,
                         int64_t g1, int64_t tokens, int64_t tile_ld, Scratch& scratch) const {
   const LinearSpec& spec = ph.linears[static_cast<size_t>(s.linear)];
@@ -710,8 +744,7 @@ void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activatio
   const float* bias = vector(spec.bias);
 
   if (spec.up_weight < 0) {
-    kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w, kernels_))], g0, g1, out,
-                  static_cast<size_t>(w.rows), scratch.kernel);
+    multiply(w, s.p0, s.p1, acts, g0, g1, out, static_cast<size_t>(w.rows), scratch);
     const float* residual = spec.residual < 0 ? nullptr : value(spec.residual);
     for (int64_t t = t0; t < t1 && (bias != nullptr || residual != nullptr); ++t) {
       float* row = out + t * w.rows + r0;
@@ -723,10 +756,8 @@ void Model::linear_item(const LinearPhase& ph, const Segment& s, const Activatio
   const Weight& up = weights_[static_cast<size_t>(spec.up_weight)];
   const float* up_bias = vector(spec.up_bias);
   const int64_t origin = t0 * tile_ld + r0;  // gemm() counts tokens and rows from 0
-  kernels_.gemm(w, s.p0, s.p1, acts[static_cast<int>(act_kind(w, kernels_))], g0, g1,
-                scratch.tile[0] - origin, static_cast<size_t>(tile_ld), scratch.kernel);
-  kernels_.gemm(up, s.p0, s.p1, acts[static_cast<int>(act_kind(up, kernels_))], g0, g1,
-                scratch.tile[1] - origin, static_cast<size_t>(tile_ld), scratch.kernel);
+  multiply(w, s.p0, s.p1, acts, g0, g1, scratch.tile[0] - origin, static_cast<size_t>(tile_ld), scratch);
+  multiply(up, s.p0, s.p1, acts, g0, g1, scratch.tile[1] - origin, static_cast<size_t>(tile_ld), scratch);
   for (int64_t t = t0; t < t1; ++t) {
     float* a = scratch.tile[0] + (t - t0) * tile_ld;
     float* b = scratch.tile[1] + (t - t0) * tile_ld;

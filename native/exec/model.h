@@ -112,9 +112,10 @@ class Model {
 
   static size_t packed_weight_bytes(QuantType type, int64_t rows, int64_t cols);
 
-  // `data` must outlive the model unless the weight is packed. Packing uses all threads. `release_source`
-  // lets go of the pages of a packed weight's source, which must then be a mapped file: other memory would be
-  // lost.
+  // With `pack`, types that have a packed layout are copied into it by all threads. Otherwise `data` must
+  // outlive the model, and products pack each panel at the moment they compute it, with the same results.
+  // `release_source` lets go of the pages of a packed weight's source, which must then be a mapped file:
+  // other memory would be lost.
   int add_weight(QuantType type, int64_t rows, int64_t cols, std::span<const std::byte> data, bool pack,
                  bool release_source = false);
   VectorId add_vector(std::span<const float> data);
@@ -124,6 +125,9 @@ class Model {
   void add_phase(Phase phase);
   // Throws std::bad_alloc or std::invalid_argument (an inconsistent description).
   void finish(ValueId output, CacheShape cache);
+
+  // Keeps weights and cache in memory. After finish(). Throws std::system_error where the system refuses.
+  void lock_memory() const;
 
   // Computes a step; the result has logits_rows x vocab numbers and is valid until the next call.
   // Throws std::invalid_argument for arrays that do not describe a possible step, and std::bad_alloc; nothing
@@ -168,6 +172,7 @@ class Model {
     float* rows = nullptr;  // kTokenGroup normalized rows
     float* tile[2] = {};    // outputs of a gated pair
     std::byte* kernel = nullptr;
+    std::byte* panel = nullptr;          // one packed panel of a weight that is used as it lies in the file
     std::byte* acts[kNumActKinds] = {};  // by ActKind: one group
     float* key = nullptr;                // one normalized and rotated key
     std::vector<float> partials;
@@ -201,6 +206,9 @@ class Model {
   void execute(const PlannedPhase& p, int loop, Member& m);
   void execute_embed(const EmbedPhase& ph, int loop);
   void execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loop, Member& m);
+  // The kernel's gemm(), on weights that are packed and on those that are not.
+  void multiply(const Weight& w, int64_t p0, int64_t p1, const Activations* acts, int64_t g0, int64_t g1,
+                float* out, size_t ldo, Scratch& scratch) const;
   void linear_item(const LinearPhase& ph, const Segment& s, const Activations* acts, int64_t g0, int64_t g1,
                    int64_t tokens, int64_t tile_ld, Scratch& scratch) const;
   void execute_attention(const AttentionPhase& ph, int loop, Member& m);
@@ -237,6 +245,7 @@ class Model {
   std::vector<Slot> slots_;
   Region rope_memory_, rotated_, shared_acts_[kNumActKinds];
   int64_t max_heads_width_ = 0, max_cols_[kNumActKinds] = {}, max_norm_cols_ = 0;
+  size_t max_panel_bytes_ = 0;  // of weights that are packed panel by panel
   std::vector<Scratch> scratch_;
   int64_t token_capacity_ = 0, logits_capacity_ = 0;
 

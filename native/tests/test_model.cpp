@@ -1,8 +1,11 @@
 // A small model with every kind of phase, so that the sanitizers see steps as the executor runs them.
 #include <doctest/doctest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -194,6 +197,76 @@ TEST_CASE("a step's results are the same bits with any threads, chunks and neigh
     }
   }
 }
+
+TEST_CASE("weights used where they lie in the file give the same bits as packed ones") {
+  // 43 rows leave a partial panel; 150 tokens take several pieces. The source ends with its last row and is
+  // aligned as little as a GGUF file may be, so that the sanitizers see reads beyond it and aligned loads.
+  constexpr int64_t kRows = 43, kCols = 512;
+  for (const Kernels* kernels : all_kernels()) {
+    for (const QuantType type : kAllTypes) {
+      CAPTURE(std::string(kernels->name));
+      CAPTURE(std::string(type_info(type)->name));
+      const Matrix table = make_matrix(QuantType::kF32, kVocab, kCols, Content::kRandom, 1),
+                   gate = make_matrix(type, kRows, kCols, Content::kRandom, 2),
+                   up = make_matrix(type, kRows, kCols, Content::kNegativeScale, 3);
+      const size_t bytes = gate.file.size();
+      const auto copy = [&](const Matrix& m) {
+        std::vector<std::byte> at(8);
+        at.insert(at.end(), m.file.begin(), m.file.end());
+        at.shrink_to_fit();
+        return at;
+      };
+      const std::vector<std::byte> gate_file = copy(gate), up_file = copy(up);
+      std::vector<std::vector<float>> packed;
+      for (const bool pack : {true, false}) {
+        for (const int threads : {1, 3}) {
+          Model m(std::make_shared<ThreadPool>(threads, false), kernels->name,
+                  pack ? 2 * Model::packed_weight_bytes(type, kRows, kCols) : 0);
+          const ValueId x = m.add_value(kCols, false), plain = m.add_value(kRows, false),
+                        gated = m.add_value(kRows, false), y = m.add_value(kRows, false);
+          const int w = m.add_weight(type, kRows, kCols, {gate_file.data() + 8, bytes}, pack),
+                    v = m.add_weight(type, kRows, kCols, {up_file.data() + 8, bytes}, pack);
+          m.add_phase(EmbedPhase{m.add_weight(QuantType::kF32, kVocab, kCols, table.file, false), x});
+          m.add_phase(LinearPhase{
+              .input = x,
+              .linears = {{.weight = w, .out = plain}, {.weight = w, .up_weight = v, .out = gated}}});
+          m.add_phase(RowOpPhase{.op = RowOp::kAdd, .a = plain, .b = gated, .out = y});
+          m.finish(y, {.num_blocks = kBlocks, .layers = {}});
+          std::vector<std::vector<float>> results;
+          for (const int tokens : {1, 3, 17, kEmulated ? 70 : 150})
+            results.push_back(run(m, {{0, 0, tokens}}));
+          REQUIRE(results[0].size() == kRows);
+          if (packed.empty()) packed = results;
+          CHECK(results == packed);
+        }
+      }
+    }
+  }
+}
+
+#ifdef __linux__
+TEST_CASE("matrices beyond 2 GiB are used where they lie" * doctest::skip(kEmulated)) {
+  // A file with holes takes no space. Rows at its end, behind 2^31 and 2^32 bytes, hold numbers.
+  constexpr int64_t kCols = 4096, kRows = int64_t{5} << 18, kPanel = kRows / kPanelRows - 1;
+  constexpr size_t kRowBytes = kCols / kBlock * sizeof(BlockQ4_0);
+  static_assert(kRows * kRowBytes > (size_t{1} << 31));
+  const Matrix tail = make_matrix(QuantType::kQ4_0, kPanelRows, kCols, Content::kRandom, 6);
+  std::FILE* file = std::tmpfile();
+  REQUIRE(file != nullptr);
+  const size_t bytes = kRows * kRowBytes, at = bytes - tail.file.size();
+  REQUIRE(ftruncate(fileno(file), static_cast<off_t>(bytes)) == 0);
+  REQUIRE(pwrite(fileno(file), tail.file.data(), tail.file.size(), static_cast<off_t>(at)) ==
+          static_cast<ssize_t>(tail.file.size()));
+  void* mapped = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fileno(file), 0);
+  REQUIRE(mapped != MAP_FAILED);
+  std::vector<std::byte> panel(packed_panel_bytes(QuantType::kQ4_0, kCols));
+  pack_panels(QuantType::kQ4_0, static_cast<const std::byte*>(mapped), kRows, kCols, kPanel, kPanel + 1,
+              panel.data());
+  CHECK(panel == tail.packed);
+  munmap(mapped, bytes);
+  std::fclose(file);
+}
+#endif
 
 TEST_CASE("tiles have fewer queries where the partials of many heads over a long context would be large" *
           doctest::skip(kEmulated)) {

@@ -105,7 +105,6 @@ TEST_CASE("a thread that is repeatedly late is benched, work goes on, and it com
 
 TEST_CASE("a pool can be made and dropped without ever running") {
   for (int i = 0; i < 50; ++i) ThreadPool pool(4, true);
-  CHECK(ThreadPool::usable_cpus() >= 1);
 }
 
 #ifndef __SANITIZE_ADDRESS__  // which needs the address space for itself

@@ -1,4 +1,3 @@
-# Written by nanobind.stubgen from native/bind/module.cpp (make stubs).
 """Caudal's native core."""
 
 from collections.abc import Sequence
@@ -107,6 +106,11 @@ class Model:
     def norm(self, a: int, out: int, norm: Norm) -> None: ...
     def rope(self, a: int, out: int, table: int, style: str, head_dim: int) -> None: ...
     def finish(self, output: int, kv_type: str, num_blocks: int, kv_layers: Sequence[tuple[int, int, int]]) -> None: ...
+    def lock_memory(self) -> None:
+        """
+        Keep weights and cache in memory; raises OSError where the system refuses.
+        """
+
     def run(
         self,
         token_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -120,9 +124,6 @@ class Model:
         logits_rows: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
         """One step; the logits [rows, vocab] are valid until the next call."""
-
-def usable_cpus() -> int:
-    """CPUs that this process may use."""
 
 def instruction_sets() -> list[str]:
     """Names that Model accepts on this CPU."""

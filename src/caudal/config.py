@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 KVType = Literal["f16", "q8"]
 SpeculationMethod = Literal["off", "lookup", "draft"]
+WeightsMode = Literal["auto", "packed", "mmap"]
 
 _UNITS = (
     {"": 1, "b": 1}
@@ -54,6 +55,15 @@ class EngineConfig:
     max_model_len: int = setting(0, "Context length in tokens; 0: the model's own, less if memory is short.", "--ctx")
     kv_cache_memory: int = setting(
         0, "Memory for keys and values, such as 64MiB; 0: chosen from the context length and free memory.", size=True
+    )
+    weights: WeightsMode = setting(
+        "auto",
+        "Where weights are: packed, copied into memory in the order of the kernels, which is fastest; or mmap, in the "
+        "pages of the file, which other processes share and the system may drop, for models that hardly fit in memory. "
+        "auto: packed if that fits.",
+    )
+    mlock: bool = setting(
+        False, "Lock weights and cache in memory, so that they are never dropped or swapped out (see ulimit -l)."
     )
     kv_type: KVType = setting("f16", "How keys and values are stored: f16, or q8 for half the memory.")
     max_num_seqs: int = setting(64, "Sequences that may run at the same time.")

@@ -114,6 +114,11 @@ class LLM:
         return self._model.tokenizer
 
     @property
+    def remark(self) -> str:
+        """For people: how memory is used, if not in the usual way; else empty."""
+        return self._model.remark
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return self._model.engine.max_model_len

@@ -31,6 +31,7 @@ class LoadedModel:
     engine: AsyncEngine
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    remark: str = ""  # for people, where the executor does not use memory in the usual way
 
 
 def load(
@@ -67,6 +68,12 @@ def load(
         reserve=0 if draft is None else draft.num_bytes + max(draft.num_bytes, _MIN_DRAFT_CACHE),
     )
     drafting: Executor | None = None
+    remark = ""
+    if executor == "native":
+        from caudal.executors.native import NativeExecutor
+
+        assert isinstance(running, NativeExecutor)
+        remark = running.remark
     try:
         if draft is not None:
             drafting = _draft_executor(draft, config, running)
@@ -84,6 +91,7 @@ def load(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
         chat_template=chat_template,
+        remark=remark,
     )
 
 

@@ -46,7 +46,7 @@ class Case:
 @click.option("--batch", type=IntList(1), default="1,4,16", show_default=True, help="Sequences decoded together.")
 @click.option("--depth", type=IntList(0), default="0", show_default=True, help="Tokens in the cache before.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Times that each is run.")
-@engine_options("num_threads", "kv_type", "max_num_batched_tokens", "pin_threads", "isa")
+@engine_options("num_threads", "weights", "kv_type", "max_num_batched_tokens", "pin_threads", "isa")
 @json_option
 def command(
     model: str,
@@ -192,7 +192,7 @@ def _open(model: str, tests: Sequence[Case], config: EngineConfig) -> tuple[Exec
     from caudal.cli.support.models import open_model
     from caudal.engine.engine import validate_config
     from caudal.executors.lowering import memory_need
-    from caudal.executors.native import BLOCK_SIZE
+    from caudal.executors.sizing import BLOCK_SIZE
     from caudal.loader import open_executor
     from caudal.models import build_program
 

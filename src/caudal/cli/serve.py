@@ -46,6 +46,8 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
             config = replace(config, draft_model=str(fetch(config.draft_model)))
         with progress(f"Loading {display_name(name)}", size=True, delay=LOADING_DELAY) as show_progress:
             loaded = load_model(path, config, progress=show_progress)
+        if loaded.remark:
+            remark(f"{display_name(name)}: {loaded.remark}")
         return ServedModel(
             name=server_config.served_model_name or display_name(name),
             engine=loaded.engine,

@@ -107,7 +107,7 @@ def _graph(checkpoint: Checkpoint, program: Program) -> str:
 def _memory(checkpoint: Checkpoint, program: Program, num_tokens: int, kv_type: str) -> dict[str, Any]:
     """Bytes that the native executor takes for the weights, and for one sequence that fills the context."""
     from caudal.executors.lowering import memory_need
-    from caudal.executors.native import BLOCK_SIZE
+    from caudal.executors.sizing import BLOCK_SIZE
 
     need = memory_need(program, checkpoint, kv_type)
     kv_cache_bytes = -(-num_tokens // BLOCK_SIZE) * need.kv_block

@@ -22,12 +22,13 @@ def command(as_json: bool) -> None:
     import platform
 
     from caudal import _native
+    from caudal.executors.system import usable_cpus
 
     facts = {
         "caudal": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cpus": _native.usable_cpus(),
+        "cpus": usable_cpus(),
         "isa": [name for name in _native.instruction_sets() if name != "auto"],
     }
     if as_json:

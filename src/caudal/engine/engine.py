@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from caudal.config import KVType, SpeculationMethod
+from caudal.config import KVType, SpeculationMethod, WeightsMode
 from caudal.core import (
     Batch,
     CaudalError,
@@ -115,7 +115,7 @@ def validate_config(config: EngineConfig) -> None:
             raise InvalidSettingError(f"{name} must be at most {most}, not {value}")
     if config.max_model_len == 1:
         raise InvalidSettingError("max_model_len must be at least 2: one token of prompt and one of output")
-    for name, kind in (("kv_type", KVType), ("speculation", SpeculationMethod)):
+    for name, kind in (("kv_type", KVType), ("speculation", SpeculationMethod), ("weights", WeightsMode)):
         value = getattr(config, name)
         if value not in get_args(kind):
             raise InvalidSettingError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")

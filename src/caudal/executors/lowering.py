@@ -35,7 +35,7 @@ class MemoryNeed:
     """Bytes of memory that a model takes."""
 
     packed_weights: int  # copies in the order of the kernels
-    mapped_weights: int  # that every step reads in place, so that they must stay in memory beside the rest
+    mapped_weights: int  # that every step reads in place in any case: their types have no packed layout
     kv_block: int  # of one block of the cache, over all layers
 
     @property
@@ -57,12 +57,13 @@ def _packed_bytes(tensor: HostTensor) -> int:
     return _native.packed_bytes(tensor.quant_type.ggml_id, tensor.shape[0], tensor.shape[1])
 
 
-def _is_mapped(array: NDArray[np.uint8]) -> bool:
-    """Whether the array is a view of a mapped file, whose pages can be dropped and read again."""
+def mapping(array: NDArray[np.uint8]) -> mmap.mmap | None:
+    """The mapped file that the array is a view of, whose pages can be dropped and read again."""
     base: Any = array  # numpy's stubs know arrays only
     while isinstance(base, np.ndarray):
         base = base.base
-    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+    owner = base.obj if isinstance(base, memoryview) else base
+    return owner if isinstance(owner, mmap.mmap) else None
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Lowering:
     program: Program
     checkpoint: Checkpoint
     model: _native.Model
+    pack: bool = True  # matrices are copied in the order of the kernels, or else used where they lie
     progress: Progress | None = None
     _readers: list[list[int]] = field(default_factory=list[list[int]])
     _producer: dict[int, Op] = field(default_factory=dict[int, Op])
@@ -173,12 +175,21 @@ class Lowering:
             return True
         return bool(op.inputs) and self._is_logits_row(op.inputs[0]) if op.kind != "attention" else False
 
+    def _matrix(self, name: str) -> int:
+        """A weight of a product."""
+        return self._weight(name, pack=self.pack)
+
     def _weight(self, name: str, *, pack: bool) -> int:
         if (name, pack) not in self._weights:
             tensor = self.checkpoint.tensors[name]
             rows, cols = tensor.shape
             self._weights[name, pack] = self.model.add_weight(
-                tensor.quant_type.ggml_id, rows, cols, tensor.data, pack, release_source=_is_mapped(tensor.data)
+                tensor.quant_type.ggml_id,
+                rows,
+                cols,
+                tensor.data,
+                pack,
+                release_source=mapping(tensor.data) is not None,
             )
             if pack:
                 self._bytes_done += tensor.data.nbytes
@@ -236,10 +247,10 @@ class Lowering:
         for op in self._reader_ops(source):
             if op.kind != "linear" or op.output in self._done or self._is_up(op):
                 continue
-            weight, bias = self._weight(op.weights[0], pack=True), self._bias(op)
+            weight, bias = self._matrix(op.weights[0]), self._bias(op)
             if pair := self._gated_partner(op):
                 glu, up = pair
-                up_weight, up_bias = self._weight(up.weights[0], pack=True), self._bias(up)
+                up_weight, up_bias = self._matrix(up.weights[0]), self._bias(up)
                 self._done.add(up.output)
                 out = self._new_value(op, output=glu.output)
                 linears.append(

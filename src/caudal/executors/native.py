@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from caudal import _native
 from caudal.config import EngineConfig, format_size
-from caudal.core import InsufficientMemoryError, UnsupportedModelError
+from caudal.core import InsufficientMemoryError, InvalidModelFileError, UnsupportedModelError
 from caudal.executors.base import KVLayout
-from caudal.executors.lowering import Lowering, Progress, memory_need
-from caudal.executors.memory import available_memory
+from caudal.executors.lowering import Lowering, Progress, mapping, memory_need
+from caudal.executors.sizing import BLOCK_SIZE, plan_memory
+from caudal.executors.system import available_memory, lockable_memory, usable_cpus
 from caudal.graph.passes import early_last_tokens
 from caudal.models import build_program
 
@@ -21,11 +22,7 @@ if TYPE_CHECKING:
     from caudal.formats import Checkpoint
     from caudal.graph.program import Program
 
-BLOCK_SIZE = 32  # tokens; kKvBlock of the native core
-_DEFAULT_SEQUENCES = 4  # of full length that the cache holds unless told otherwise; pages are used as they fill
-_RESERVE = 256 << 20  # bytes left to the rest of the process and the system
 _MAX_HEAD_DIM = 256  # kMaxHeadDim of the native core
-_MAX_BLOCKS = (2**31 - 1) // BLOCK_SIZE  # their slots are numbered by int32
 
 
 class NativeExecutor:
@@ -66,21 +63,29 @@ class NativeExecutor:
                 f"available: {', '.join(_native.instruction_sets())}"
             )
         need = memory_need(program, checkpoint, config.kv_type)
-        # Blocks of a program without attention take no memory; the arithmetic below wants some.
-        block_bytes = max(1, need.kv_block)
-        self._max_model_len, num_blocks = _size_cache(
-            config, context_length, block_bytes=block_bytes, weight_bytes=need.weights, reserve=reserve
-        )
-        self._kv_layout = KVLayout(BLOCK_SIZE, num_blocks, block_bytes, config.kv_type)
-        self.pool = pool or _native.ThreadPool(config.num_threads or _native.usable_cpus(), config.pin_threads)
+        plan = plan_memory(config, need, context_length=context_length, available=available_memory(), reserve=reserve)
+        self.remark = plan.remark  # for people, where memory is not used in the usual way
+        self._max_model_len = plan.max_model_len
+        self._kv_layout = KVLayout(BLOCK_SIZE, plan.num_blocks, max(1, need.kv_block), config.kv_type)
+        packed_bytes = need.packed_weights if plan.pack else 0
+        num_bytes = packed_bytes + plan.num_blocks * need.kv_block
+        if config.mlock:
+            _check_lock_limit(need.weights + plan.num_blocks * need.kv_block)
+        # Of the files that steps read from: the embedding at least, and weights that are not copied.
+        self._files = {id(file): file for t in checkpoint.tensors.values() if (file := mapping(t.data)) is not None}
+        self._path = checkpoint.path
+        self._check_files()
+        self.pool = pool or _native.ThreadPool(config.num_threads or usable_cpus(), config.pin_threads)
         try:
-            self._model: _native.Model | None = _native.Model(self.pool, config.isa, need.packed_weights)
-            Lowering(program, checkpoint, self._model, progress).run(kv_type=config.kv_type, num_blocks=num_blocks)
+            self._model: _native.Model | None = _native.Model(self.pool, config.isa, packed_bytes)
+            lowering = Lowering(program, checkpoint, self._model, plan.pack, progress)
+            lowering.run(kv_type=config.kv_type, num_blocks=plan.num_blocks)
         except MemoryError as error:
-            num_bytes = need.packed_weights + num_blocks * block_bytes
             raise InsufficientMemoryError(
                 f"the system did not give {format_size(num_bytes)} for weights and cache"
             ) from error
+        if config.mlock:
+            _lock(self._model)
         self._vocab_size = self._model.vocab_size
 
     @property
@@ -108,8 +113,10 @@ class NativeExecutor:
         return self._model.num_phases
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """See `Executor.run`. Raises ValueError for arrays that do not describe a possible step."""
+        """See `Executor.run`. Raises ValueError for arrays that do not describe a possible step, and
+        InvalidModelFileError where the file has been cut short since it was opened."""
         assert self._model is not None, "the executor is closed"
+        self._check_files()
         return self._model.run(
             batch.token_ids,
             batch.positions,
@@ -122,6 +129,16 @@ class NativeExecutor:
 
     def close(self) -> None:
         self._model = None
+        self._files.clear()
+
+    def _check_files(self) -> None:
+        """The system kills a process that reads a mapped page which its file no longer has (SIGBUS). Asking before
+        each step, which takes a microsecond, leaves that to files which shrink during one."""
+        if any(file.size() < len(file) for file in self._files.values()):
+            raise InvalidModelFileError(
+                f"{self._path}: the file was cut short while the model runs; restore it and load the model again "
+                "(to replace a file in use, rename the new one over it)"
+            )
 
 
 def _check_types(program: Program, checkpoint: Checkpoint) -> None:
@@ -141,42 +158,26 @@ def _check_heads(program: Program) -> None:
                 )
 
 
-def _size_cache(
-    config: EngineConfig, context_length: int, *, block_bytes: int, weight_bytes: int, reserve: int
-) -> tuple[int, int]:
-    """(context length, number of cache blocks) that the configuration asks for or memory allows.
+def _check_lock_limit(num_bytes: int) -> None:
+    """Refuses before the long load what cannot be locked after it."""
+    limit = lockable_memory()
+    if num_bytes > limit:
+        raise _lock_error(f"{format_size(num_bytes)} must be locked, but the limit is {format_size(limit)}")
 
-    weight_bytes: of packed weights and of those that are read in place. reserve: bytes promised to others.
-    """
-    reserve += _RESERVE
-    free = available_memory() - weight_bytes - reserve
-    if free < block_bytes:
-        raise InsufficientMemoryError(
-            f"the weights need {format_size(weight_bytes)} and one block of cache {format_size(block_bytes)}, "
-            f"but only {format_size(max(0, available_memory() - reserve))} of memory are free"
-        )
-    wanted = config.max_model_len or context_length
-    blocks_per_sequence = -(-wanted // BLOCK_SIZE)
-    if config.kv_cache_memory:
-        num_blocks = config.kv_cache_memory // block_bytes
-        if num_blocks == 0:
-            raise InsufficientMemoryError(
-                f"one block of {BLOCK_SIZE} tokens takes {format_size(block_bytes)} of cache, "
-                f"more than --kv-cache-memory {format_size(config.kv_cache_memory)}"
-            )
-        if config.kv_cache_memory > free:
-            raise InsufficientMemoryError(
-                f"--kv-cache-memory {format_size(config.kv_cache_memory)} and weights of {format_size(weight_bytes)} "
-                f"do not fit in the {format_size(available_memory())} that are free"
-            )
-    else:
-        num_blocks = min(_DEFAULT_SEQUENCES * blocks_per_sequence, free // block_bytes)
-        if config.max_model_len and num_blocks < blocks_per_sequence:
-            raise InsufficientMemoryError(
-                f"a context of {wanted} tokens takes {format_size(blocks_per_sequence * block_bytes)} of cache, "
-                f"but only {format_size(free)} are free; ask for less (--ctx) or use --kv-type q8"
-            )
-    num_blocks = min(num_blocks, _MAX_BLOCKS)
-    if not config.max_model_len:
-        wanted = min(wanted, num_blocks * BLOCK_SIZE)
-    return wanted, num_blocks
+
+def _lock(model: _native.Model) -> None:
+    try:
+        model.lock_memory()
+    except OSError as error:
+        raise _lock_error(
+            f"the system refused to lock the weights and the cache: {error.strerror} "
+            f"(the limit is {format_size(lockable_memory())})"
+        ) from error
+
+
+def _lock_error(problem: str) -> InsufficientMemoryError:
+    return InsufficientMemoryError(
+        f"--mlock: {problem}. Raise the limit (ulimit -l unlimited in the shell, LimitMEMLOCK=infinity in a systemd "
+        "unit, --ulimit memlock=-1 for a container), give the process the capability CAP_IPC_LOCK, take a smaller "
+        "cache (--ctx, --kv-type q8), or do without --mlock"
+    )

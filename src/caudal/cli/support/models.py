@@ -43,12 +43,15 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 def open_llm(name: str, config: EngineConfig) -> LLM:
     """A running model; the bars show what takes long. Raises what finding, opening and planning it raise."""
-    from caudal.cli.support.output import progress
+    from caudal.cli.support.output import progress, remark
     from caudal.llm import LLM
 
     path = fetch(name)
     with progress(f"Loading {display_name(name)}", size=True, delay=LOADING_DELAY) as show_progress:
-        return LLM(path, progress=show_progress, **asdict(config))
+        llm = LLM(path, progress=show_progress, **asdict(config))
+    if llm.remark:
+        remark(f"{display_name(name)}: {llm.remark}")
+    return llm
 
 
 def display_name(model: str) -> str:
