@@ -211,9 +211,8 @@ TEST_CASE("weights used where they lie in the file give the same bits as packed 
                    up = make_matrix(type, kRows, kCols, Content::kNegativeScale, 3);
       const size_t bytes = gate.file.size();
       const auto copy = [&](const Matrix& m) {
-        std::vector<std::byte> at(8);
-        at.insert(at.end(), m.file.begin(), m.file.end());
-        at.shrink_to_fit();
+        std::vector<std::byte> at(8 + m.file.size());
+        std::copy(m.file.begin(), m.file.end(), at.begin() + 8);
         return at;
       };
       const std::vector<std::byte> gate_file = copy(gate), up_file = copy(up);

@@ -74,9 +74,9 @@ def test_weights_in_the_file_leave_their_pages_most_of_the_memory():
 
 def test_packed_on_demand_is_refused_where_it_does_not_fit():
     assert plan(NEED.weights + BLOCK, weights="packed").max_model_len == BLOCK_SIZE
-    with pytest.raises(InsufficientMemoryError, match="the weights need 4.5 GiB .*--weights mmap.*--kv-type q8"):
+    with pytest.raises(InsufficientMemoryError, match=r"the weights need 4.5 GiB .*--weights mmap.*--kv-type q8"):
         plan(NEED.weights, weights="packed")
-    with pytest.raises(InsufficientMemoryError, match="a context of 8192 tokens .*--weights mmap.*--ctx"):
+    with pytest.raises(InsufficientMemoryError, match=r"a context of 8192 tokens .*--weights mmap.*--ctx"):
         plan(NEED.weights + BLOCK, weights="packed", max_model_len=CONTEXT)
 
 
@@ -94,7 +94,7 @@ def test_a_cache_that_fits_nowhere_is_refused_with_the_ways_out():
 
 def test_locked_weights_must_fit_in_either_mode():
     for weights in ("auto", "packed", "mmap"):
-        with pytest.raises(InsufficientMemoryError, match="the weights need 4.5 GiB .*do without --mlock"):
+        with pytest.raises(InsufficientMemoryError, match=r"the weights need 4.5 GiB .*do without --mlock"):
             plan(NEED.weights, weights=weights, mlock=True)
     assert plan(16 * GIB, mlock=True).pack
     assert not plan(16 * GIB, weights="mmap", mlock=True).pack

@@ -1,4 +1,4 @@
-"""Weights packed and where they lie in the file: the same bits, no copy, shared pages, locked pages, files that change."""
+"""Weights packed and where they lie in the file: the same bits, no copy, shared or locked pages, changing files."""
 
 from __future__ import annotations
 
