@@ -6,6 +6,8 @@
 #include <cstdint>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace caudal {
@@ -66,6 +68,21 @@ bool cpu_has_i8mm() {
   constexpr unsigned long kMatrix = 1UL << 13;  // HWCAP2_I8MM
   return (getauxval(AT_HWCAP2) & kMatrix) != 0;
 }
+
+#elif defined(__aarch64__) && defined(__APPLE__)
+
+namespace {
+
+bool has(const char* feature) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+}  // namespace
+
+bool cpu_has_dotprod() { return has("hw.optional.arm.FEAT_DotProd"); }
+bool cpu_has_i8mm() { return has("hw.optional.arm.FEAT_I8MM"); }
 
 #else
 
