@@ -8,6 +8,8 @@
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+
+#include <cstddef>
 #endif
 
 namespace caudal {
@@ -75,7 +77,7 @@ namespace {
 
 bool has(const char* feature) {
   int value = 0;
-  size_t size = sizeof(value);
+  std::size_t size = sizeof(value);
   return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
 }
 
