@@ -204,6 +204,7 @@ void prepare(const float* x, size_t ldx, int64_t g0, int64_t g1, const Activatio
 
 // ---- Packed weights
 
+constexpr int kMostTokens = kTokenGroup;
 template <int T>
 constexpr int kVectors8 = T == 1 ? 4 : 2;
 template <int T>

@@ -1,6 +1,7 @@
 // The product of packed weights for 64-bit ARM. Included inside an unnamed namespace by the file of each
 // instruction set, after its
 //   template <int T, int Vectors> struct Dot8    int8 codes times int8 activations
+//   constexpr int kMostTokens                    of a group
 //   template <int T> constexpr int kVectors8, kVectorsK   what fits into the registers: 1, 2 or 4
 //   template <int T> struct ByteWeights          of Q8_0: the Block of activations and the Dot
 // Each adds up exact integers over the columns of a block for Vectors x 4 rows and T tokens. There is no
@@ -149,7 +150,9 @@ using Tile = void (*)(const Panel* w, const std::byte* group, int64_t blocks, fl
 // The tile for T tokens
 template <class Panel, int Size, int T>
 constexpr Tile<Panel> tile_for() {
-  if constexpr (Size == kSuperBlock) {
+  if constexpr (T > kMostTokens) {
+    return nullptr;
+  } else if constexpr (Size == kSuperBlock) {
     return tile_k<Panel, Dot8<T, kVectorsK<T>>, T>;
   } else if constexpr (std::same_as<Panel, PanelQ8_0>) {
     return tile<Panel, typename ByteWeights<T>::Block, typename ByteWeights<T>::Dot, T>;

@@ -101,3 +101,36 @@ struct ScaleMin {
   const uint32x4_t min = vorrq_u32(vshrq_n_u32(low, 4), vshlq_n_u32(vandq_u32(vshrq_n_u32(high, 2), two), 4));
   return {vreinterpretq_s32_u32(scale), vreinterpretq_s32_u32(min)};
 }
+
+// ---- Sums of the activations over 8 parts of a K block
+
+// Signed bytes of 8 parts of pairs of tokens: a sum is 256 * high + low.
+struct TokenPairs {
+  int8x16_t high[kTokenGroup / 2], low[kTokenGroup / 2];
+};
+
+template <int T>
+[[gnu::always_inline]] inline TokenPairs part_sums(const int16_t (*sums)[T][2]) {
+  int32x4_t token[kTokenGroup];
+  const auto* pairs = reinterpret_cast<const int32_t*>(sums);  // of parts, [4][T]
+  if constexpr (T == 1) {
+    token[0] = token[1] = token[2] = token[3] = vld1q_s32(pairs);
+  } else if constexpr (T == 2) {
+    const int32x4x2_t t = vld2q_s32(pairs);
+    token[0] = t.val[0], token[1] = token[2] = token[3] = t.val[1];
+  } else if constexpr (T == 3) {
+    const int32x4x3_t t = vld3q_s32(pairs);
+    token[0] = t.val[0], token[1] = t.val[1], token[2] = token[3] = t.val[2];
+  } else {
+    const int32x4x4_t t = vld4q_s32(pairs);
+    token[0] = t.val[0], token[1] = t.val[1], token[2] = t.val[2], token[3] = t.val[3];
+  }
+  TokenPairs result;
+  CAUDAL_UNROLL for (int u = 0; u < kTokenGroup / 2; ++u) {
+    const int16x8_t first = vreinterpretq_s16_s32(token[2 * u]),
+                    second = vreinterpretq_s16_s32(token[2 * u + 1]);
+    result.high[u] = vcombine_s8(vrshrn_n_s16(first, 8), vrshrn_n_s16(second, 8));
+    result.low[u] = vcombine_s8(vmovn_s16(first), vmovn_s16(second));
+  }
+  return result;
+}
