@@ -85,6 +85,34 @@ void tile(const Panel* w, const std::byte* group, int64_t blocks, float* out, si
   write<T>(sums, out, ldo);
 }
 
+// Bytes of 16 rows as words
+[[gnu::always_inline]] inline void store_words(int8x16_t rows, int16_t* words) {
+  vst1q_s16(words, vmovl_s8(vget_low_s8(rows)));
+  vst1q_s16(words + 8, vmovl_high_s8(rows));
+}
+
+// The integer scales of a block, and the mins, of parts of 32 or 16 columns
+template <class Panel>
+struct Scales {
+  static constexpr int kParts = HasParts<Panel> ? 8 : 16;
+  int16_t scales[kParts][kPanelRows], mins[kParts][kPanelRows];
+
+  [[gnu::always_inline]] inline explicit Scales(const Panel& w) {
+    CAUDAL_UNROLL for (int part = 0; part < kParts; ++part) {
+      if constexpr (HasParts<Panel>) {
+        const ScaleMin both = scale_min(w.parts, part);
+        store_words(both.scale, scales[part]);
+        store_words(both.min, mins[part]);
+      } else {
+        store_words(vld1q_s8(w.scales[part]), scales[part]);
+      }
+    }
+  }
+  [[gnu::always_inline]] inline int32x4_t scale(int part, int v) const {
+    return vmovl_s16(vld1_s16(scales[part] + 4 * v));
+  }
+};
+
 // Blocks of 256 columns with integer scales. All sums fit into 32 bits: |code * scale| <= 63 * 31 or 32 *
 // 128, and 256 * 4096 * 127 < 2^28.
 template <class Panel, class Dot, int T>
@@ -94,6 +122,7 @@ void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, 
   Sums<T> sums;
   clear<T>(sums);
   for (int64_t b = 0; b < blocks; ++b, ++w, ++x) {
+    const Scales<Panel> scales(*w);
     CAUDAL_UNROLL for (int v0 = 0; v0 < kPanelRows / 4; v0 += kVectors) {
       int32x4_t total[kVectors][T], mins[kVectors][T];
       CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -112,14 +141,14 @@ void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, 
         }
         CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
           if constexpr (HasParts<Panel>) {
-            const ScaleMin s = scale_min(w->parts, part, v0 + v);
+            const int32x4_t scale = scales.scale(part, v0 + v);
+            const int16x4_t min = vld1_s16(scales.mins[part] + 4 * (v0 + v));
             CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-              total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), s.scale);
-              mins[v][t] = vmlaq_n_s32(mins[v][t], s.min, x->sums[part / 2][t][part % 2]);
+              total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), scale);
+              mins[v][t] = vmlal_n_s16(mins[v][t], min, x->sums[part / 2][t][part % 2]);
             }
           } else {
-            const int32x4_t s0 = load_signed_bytes(w->scales[2 * part] + 4 * (v0 + v)),
-                            s1 = load_signed_bytes(w->scales[2 * part + 1] + 4 * (v0 + v));
+            const int32x4_t s0 = scales.scale(2 * part, v0 + v), s1 = scales.scale(2 * part + 1, v0 + v);
             CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
               total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), s0);
               total[v][t] = vmlaq_s32(total[v][t], second.sum(v, t), s1);

@@ -5,19 +5,6 @@
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
 
-// 4 bytes as 32-bit lanes
-[[gnu::always_inline]] inline uint32x4_t load_bytes(const uint8_t* p) {
-  uint32_t four;
-  std::memcpy(&four, p, sizeof(four));
-  return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
-}
-
-[[gnu::always_inline]] inline int32x4_t load_signed_bytes(const int8_t* p) {
-  uint32_t four;
-  std::memcpy(&four, p, sizeof(four));
-  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
-}
-
 // ---- Codes of 32 columns: lines j and j + 4 of the rows 4 v .. 4 v + 3, k = 4j .. 4j + 3 and 16 more
 
 struct TwoLines {
@@ -29,11 +16,11 @@ struct TwoLines {
   return {vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4))};
 }
 
-// codes | the bits under `mask` of the bytes, shifted left (right if negative)
+// codes, and under `mask`, where they have none, the bits of the bytes, shifted left (right if negative)
 [[gnu::always_inline]] inline int8x16_t with_bits(int8x16_t codes, uint8x16_t bytes, int left, int mask) {
-  const uint8x16_t bits = vandq_u8(vshlq_u8(bytes, vdupq_n_s8(static_cast<int8_t>(left))),
-                                   vdupq_n_u8(static_cast<uint8_t>(mask)));
-  return vorrq_s8(codes, vreinterpretq_s8_u8(bits));
+  const uint8x16_t bits = vshlq_u8(bytes, vdupq_n_s8(static_cast<int8_t>(left)));
+  return vreinterpretq_s8_u8(
+      vbslq_u8(vdupq_n_u8(static_cast<uint8_t>(mask)), bits, vreinterpretq_u8_s8(codes)));
 }
 
 [[gnu::always_inline]] inline TwoLines five_bits(const NibbleLines& lines, const FifthBitLine& high, int j,
@@ -88,18 +75,18 @@ concept HasFifthBits = requires(const Panel& w) { w.high; };
 template <class Panel>
 concept HasParts = requires(const Panel& w) { w.parts; };  // with a scale and a min each
 
-// The scales and mins of part `part`, of 4 rows
+// The scales and mins of part `part`, of 16 rows
 struct ScaleMin {
-  int32x4_t scale, min;
+  int8x16_t scale, min;
 };
 
-[[gnu::always_inline]] inline ScaleMin scale_min(const ScalesMins& parts, int part, int v) {
-  const uint32x4_t low = load_bytes(parts.low[part] + 4 * v);
-  const uint32x4_t high = vshlq_u32(load_bytes(parts.high[part % 4] + 4 * v), vdupq_n_s32(part < 4 ? 0 : -4));
-  const uint32x4_t two = vdupq_n_u32(3);
-  const uint32x4_t scale = vorrq_u32(vandq_u32(low, vdupq_n_u32(15)), vshlq_n_u32(vandq_u32(high, two), 4));
-  const uint32x4_t min = vorrq_u32(vshrq_n_u32(low, 4), vshlq_n_u32(vandq_u32(vshrq_n_u32(high, 2), two), 4));
-  return {vreinterpretq_s32_u32(scale), vreinterpretq_s32_u32(min)};
+[[gnu::always_inline]] inline ScaleMin scale_min(const ScalesMins& parts, int part) {
+  const uint8x16_t fifteen = vdupq_n_u8(15), upper = vdupq_n_u8(48);
+  const uint8x16_t low = vld1q_u8(parts.low[part]), four = vld1q_u8(parts.high[part % 4]);
+  const uint8x16_t high = part < 4 ? four : vshrq_n_u8(four, 4);
+  const uint8x16_t scale = vbslq_u8(upper, vshlq_n_u8(high, 4), vandq_u8(low, fifteen));
+  const uint8x16_t min = vbslq_u8(upper, vshlq_n_u8(high, 2), vshrq_n_u8(low, 4));
+  return {vreinterpretq_s8_u8(scale), vreinterpretq_s8_u8(min)};
 }
 
 // ---- Sums of the activations over 8 parts of a K block

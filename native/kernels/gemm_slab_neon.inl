@@ -73,14 +73,11 @@ void unpack(const Panel* w, int64_t blocks, Slab& slab) {
 
 // Scales and mins of 8 parts
 [[gnu::always_inline]] inline void unpack_parts(const ScalesMins& parts, SlabK& slab) {
-  const uint8x16_t fifteen = vdupq_n_u8(15), upper = vdupq_n_u8(48);
   int8x16_t mins[8];
   CAUDAL_UNROLL for (int part = 0; part < 8; ++part) {
-    const uint8x16_t low = vld1q_u8(parts.low[part]), four = vld1q_u8(parts.high[part % 4]);
-    const uint8x16_t high = part < 4 ? vandq_u8(four, fifteen) : vshrq_n_u8(four, 4);
-    const uint8x16_t scale = vorrq_u8(vandq_u8(low, fifteen), vandq_u8(vshlq_n_u8(high, 4), upper));
-    store_scales(vreinterpretq_s8_u8(scale), part, slab);
-    mins[part] = vreinterpretq_s8_u8(vorrq_u8(vshrq_n_u8(low, 4), vandq_u8(vshlq_n_u8(high, 2), upper)));
+    const ScaleMin both = scale_min(parts, part);
+    store_scales(both.scale, part, slab);
+    mins[part] = both.min;
   }
   // Three rounds of interleaving put the parts of a row next to each other.
   CAUDAL_UNROLL for (int round = 0; round < 3; ++round) {
