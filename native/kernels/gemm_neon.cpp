@@ -215,6 +215,7 @@ constexpr int kVectorsK = T <= 2 ? 2 : 1;
 template <int T, int Vectors>
 struct Dot8 {
   static constexpr int kVectors = Vectors;
+  static constexpr bool kStarts = false;
   int16x8_t sums[kVectors][T][2];
 
   struct Line {
@@ -250,6 +251,7 @@ struct Dot8 {
 template <int T>
 struct Dot16 {
   static constexpr int kVectors = 1;
+  static constexpr bool kStarts = false;
   int32x4_t sums[4][T];
 
   struct Line {

@@ -56,6 +56,7 @@ constexpr int kVectorsK = T == 1 ? 4 : 2;
 template <int T, int Vectors>
 struct Dot8 {
   static constexpr int kVectors = Vectors;
+  static constexpr bool kStarts = true;
   int32x4_t sums[kVectors][T];
 
   using Line = int8x16_t;
@@ -63,6 +64,14 @@ struct Dot8 {
   [[gnu::always_inline]] inline Dot8() {
     CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
       CAUDAL_UNROLL for (int t = 0; t < T; ++t) sums[v][t] = vdupq_n_s32(0);
+    }
+  }
+  [[gnu::always_inline]] inline void start(const int16_t (*pairs)[2], int times) {
+    CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+      int32_t pair;
+      std::memcpy(&pair, pairs[t], sizeof(pair));
+      const int32x4_t sum = vpaddlq_s16(vreinterpretq_s16_s32(vdupq_n_s32(pair)));
+      CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) sums[v][t] = vmulq_n_s32(sum, times);
     }
   }
   [[gnu::always_inline]] static inline Line load(const int8_t* line) { return load_lanes<T>(line); }

@@ -11,6 +11,8 @@
 //   static Line load(const int8_t* line)       (const int16_t* of BlockA16)
 //   void add(int v, int8x16_t codes, const Line& line)
 //   int32x4_t sum(int v, int t) const
+//   static constexpr bool kStarts              the codes need not be centred, as the sums start below zero:
+//   void start(const int16_t (*pairs)[2], int times)   at `times` times the `pairs` of each token
 
 #include "kernels/gemm_panels_neon.inl"
 
@@ -58,6 +60,18 @@ template <int T>
   return x.codes[line][0][0];
 }
 
+template <class Panel, class Dot>
+constexpr bool kFromStart = Dot::kStarts && kCentre<Panel> != 0;
+
+template <class Dot, class Panel, class... Where>
+[[gnu::always_inline]] inline TwoLines codes_for(const Panel& w, Where... where) {
+  if constexpr (Dot::kStarts) {
+    return codes(w, where...);
+  } else {
+    return centred_codes(w, where...);
+  }
+}
+
 // Blocks of 32 columns
 template <class Panel, class Block, class Dot, int T>
 void tile(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
@@ -67,10 +81,11 @@ void tile(const Panel* w, const std::byte* group, int64_t blocks, float* out, si
   for (int64_t b = 0; b < blocks; ++b, ++w, ++x) {
     CAUDAL_UNROLL for (int v0 = 0; v0 < kPanelRows / 4; v0 += Dot::kVectors) {
       Dot dot;
+      if constexpr (kFromStart<Panel, Dot>) dot.start(x->pairs, kCentre<Panel> / 8);
       CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
         const auto first = Dot::load(line_of(*x, j)), second = Dot::load(line_of(*x, j + 4));
         CAUDAL_UNROLL for (int v = 0; v < Dot::kVectors; ++v) {
-          const TwoLines c = codes(*w, j, v0 + v);
+          const TwoLines c = codes_for<Dot>(*w, j, v0 + v);
           dot.add(v, c.first, first);
           dot.add(v, c.second, second);
         }
@@ -131,10 +146,15 @@ void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, 
       for (int part = 0; part < 8; ++part) {
         Dot dots[HasParts<Panel> ? 1 : 2];  // Q6_K has a scale for each 16 columns
         Dot &first = dots[0], &second = dots[HasParts<Panel> ? 0 : 1];
+        if constexpr (kFromStart<Panel, Dot>) {
+          static_assert(!HasParts<Panel>);
+          first.start(x->pairs[2 * part], kCentre<Panel> / 16);
+          second.start(x->pairs[2 * part + 1], kCentre<Panel> / 16);
+        }
         CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
           const auto x0 = Dot::load(x->codes[8 * part + j][0]), x1 = Dot::load(x->codes[8 * part + j + 4][0]);
           CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
-            const TwoLines c = codes(*w, part, j, v0 + v);
+            const TwoLines c = codes_for<Dot>(*w, part, j, v0 + v);
             first.add(v, c.first, x0);
             second.add(v, c.second, x1);
           }

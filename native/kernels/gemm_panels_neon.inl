@@ -36,16 +36,16 @@ struct TwoLines {
 }
 
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ4_0& w, int j, int v) {
-  return less(nibbles(w.codes, j, v), 8);
+  return nibbles(w.codes, j, v);
 }
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ4_1& w, int j, int v) {
   return nibbles(w.codes, j, v);
 }
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ5_0& w, int j, int v) {
-  return less(five_bits(w.codes, w.high, j, v), 16);
+  return five_bits(w.codes, w.high, j, v);
 }
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ5_1& w, int j, int v) {
-  return less(five_bits(w.codes, w.high, j, v), 16);
+  return five_bits(w.codes, w.high, j, v);
 }
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ8_0& w, int j, int v) {
   return {vld1q_s8(w.codes[j][4 * v]), vld1q_s8(w.codes[j + 4][4 * v])};
@@ -61,9 +61,30 @@ struct TwoLines {
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ6_K& w, int part, int j, int v) {
   const TwoLines low = nibbles(w.codes[part], j, v);
   const int left = 4 - 2 * j;
-  return less({with_bits(low.first, vld1q_u8(w.high[part][0][4 * v]), left, 48),
-               with_bits(low.second, vld1q_u8(w.high[part][1][4 * v]), left, 48)},
-              32);
+  return {with_bits(low.first, vld1q_u8(w.high[part][0][4 * v]), left, 48),
+          with_bits(low.second, vld1q_u8(w.high[part][1][4 * v]), left, 48)};
+}
+
+// What a code is more than what it stands for. Those of Q5_1 as in the reference.
+template <class Panel>
+constexpr int kCentre = 0;
+template <>
+constexpr int kCentre<PanelQ4_0> = 8;
+template <>
+constexpr int kCentre<PanelQ5_0> = 16;
+template <>
+constexpr int kCentre<PanelQ5_1> = 16;
+template <>
+constexpr int kCentre<PanelQ6_K> = 32;
+
+template <class Panel, class... Where>
+[[gnu::always_inline]] inline TwoLines centred_codes(const Panel& w, Where... where) {
+  const TwoLines lines = codes(w, where...);
+  if constexpr (kCentre<Panel> == 0) {
+    return lines;
+  } else {
+    return less(lines, kCentre<Panel>);
+  }
 }
 
 // ---- Scales

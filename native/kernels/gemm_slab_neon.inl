@@ -56,7 +56,7 @@ void unpack(const Panel* w, int64_t blocks, Slab& slab) {
     const int eight = static_cast<int>(b) * 4;
     CAUDAL_UNROLL for (int v = 0; v < kPanelRows / 4; ++v) {
       CAUDAL_UNROLL for (int i = 0; i < 2; ++i) {
-        const TwoLines line = codes(*w, 2 * i, v), next = codes(*w, 2 * i + 1, v);
+        const TwoLines line = centred_codes(*w, 2 * i, v), next = centred_codes(*w, 2 * i + 1, v);
         store_codes(line.first, next.first, v % 2, slab.codes[v / 2][eight + i]);
         store_codes(line.second, next.second, v % 2, slab.codes[v / 2][eight + i + 2]);
       }
@@ -98,7 +98,7 @@ void unpack(const Panel* w, int64_t, SlabK& slab) {
   for (int part = 0; part < 8; ++part) {
     CAUDAL_UNROLL for (int v = 0; v < kPanelRows / 4; ++v) {
       CAUDAL_UNROLL for (int i = 0; i < 2; ++i) {
-        const TwoLines line = codes(*w, part, 2 * i, v), next = codes(*w, part, 2 * i + 1, v);
+        const TwoLines line = centred_codes(*w, part, 2 * i, v), next = centred_codes(*w, part, 2 * i + 1, v);
         store_codes(line.first, next.first, v % 2, slab.codes[v / 2][4 * part + i]);
         store_codes(line.second, next.second, v % 2, slab.codes[v / 2][4 * part + i + 2]);
       }
