@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cerrno>
 #include <memory>
 #include <system_error>
@@ -25,10 +26,18 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::span<const float> span_of(const Floats& a) { return {a.data(), a.size()}; }
 std::span<const int32_t> span_of(const Ints& a) { return {a.data(), a.size()}; }
+
+// A numpy array of numbers that `owner` keeps alive.
+template <size_t Dim, typename T>
+auto view(std::span<const T> numbers, std::array<size_t, Dim> shape, const nb::object& owner) {
+  return nb::cast(
+      nb::ndarray<nb::numpy, T, nb::ndim<Dim>>(const_cast<T*>(numbers.data()), Dim, shape.data(), owner));
+}
 
 QuantType quant_type(int id) {
   const auto type = static_cast<QuantType>(id);
@@ -201,6 +210,19 @@ void bind_model(nb::module_& m) {
           "v_head_dim"_a, "scale"_a, "window"_a, "softcap"_a, "q_rope"_a, "k_rope"_a, "rope_style"_a,
           "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
       .def(
+          "head",
+          [](PyModel& self, int input, int weight, int bias, const std::optional<NormSpec>& norm, float scale,
+             float softcap, int64_t num_ids) {
+            self.model.add_phase(HeadPhase{.linear = {.input = input,
+                                                      .norm = norm.value_or(NormSpec{}),
+                                                      .linears = {{.weight = weight, .bias = bias}}},
+                                           .scale = scale,
+                                           .softcap = softcap,
+                                           .num_ids = num_ids});
+          },
+          "input"_a, "weight"_a, "bias"_a, "norm"_a.none(), "scale"_a, "softcap"_a, "num_ids"_a,
+          "The end: logits, of which run() gives what is asked for; see exec/model.h.")
+      .def(
           "select_rows",
           [](PyModel& self, int input, int out) { self.model.add_phase(RowsPhase{input, out}); }, "input"_a,
           "out"_a)
@@ -262,10 +284,11 @@ void bind_model(nb::module_& m) {
           "a"_a, "out"_a, "table"_a, "style"_a, "head_dim"_a)
       .def(
           "finish",
-          [](PyModel& self, int output, const std::string& type, int num_blocks, const CacheLayers& layers) {
-            self.model.finish(output, cache_shape(type, num_blocks, layers));
+          [](PyModel& self, std::optional<int> output, const std::string& type, int num_blocks,
+             const CacheLayers& layers) {
+            self.model.finish(output.value_or(-1), cache_shape(type, num_blocks, layers));
           },
-          "output"_a, "kv_type"_a, "num_blocks"_a, "kv_layers"_a)
+          "output"_a.none(), "kv_type"_a, "num_blocks"_a, "kv_layers"_a, "output: none after head().")
       .def(
           "lock_memory",
           [](const PyModel& self) {
@@ -283,27 +306,44 @@ void bind_model(nb::module_& m) {
           "run",
           [](nb::object self, const Ints& token_ids, const Ints& positions, const Ints& query_start,
              const Ints& seq_lens, const IntTable& block_tables, const Ints& slot_mapping,
-             const Ints& logits_rows) {
+             const Ints& logits_rows, const std::optional<Ints>& num_candidates,
+             const std::optional<Bools>& log_sums) {
             Model& model = nb::cast<PyModel&>(self).model;
-            const StepInput input{.token_ids = span_of(token_ids),
-                                  .positions = span_of(positions),
-                                  .query_start = span_of(query_start),
-                                  .seq_lens = span_of(seq_lens),
-                                  .block_tables = {block_tables.data(), block_tables.size()},
-                                  .slot_mapping = span_of(slot_mapping),
-                                  .logits_rows = span_of(logits_rows),
-                                  .block_table_width = static_cast<int64_t>(block_tables.shape(1))};
-            std::span<const float> logits;
+            const StepInput input{
+                .token_ids = span_of(token_ids),
+                .positions = span_of(positions),
+                .query_start = span_of(query_start),
+                .seq_lens = span_of(seq_lens),
+                .block_tables = {block_tables.data(), block_tables.size()},
+                .slot_mapping = span_of(slot_mapping),
+                .logits_rows = span_of(logits_rows),
+                .block_table_width = static_cast<int64_t>(block_tables.shape(1)),
+                .num_candidates = num_candidates ? span_of(*num_candidates) : std::span<const int32_t>(),
+                .log_sums =
+                    log_sums ? std::span(log_sums->data(), log_sums->size()) : std::span<const bool>()};
+            Logits logits;
             {
               nb::gil_scoped_release release;
               logits = model.run(input);
             }
-            const size_t shape[2] = {logits_rows.size(), static_cast<size_t>(model.vocab_size())};
-            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(const_cast<float*>(logits.data()), 2, shape,
-                                                              self);
+            const auto rows = static_cast<size_t>(logits.rows), vocab = static_cast<size_t>(logits.vocab),
+                       width = static_cast<size_t>(logits.width);
+            return nb::make_tuple(view<2>(logits.full, {logits.full.size() / vocab, vocab}, self),
+                                  view<1>(logits.full_index, {rows}, self),
+                                  view<2>(logits.candidate_ids, {rows, width}, self),
+                                  view<2>(logits.candidate_values, {rows, width}, self),
+                                  view<1>(logits.log_sums, {logits.log_sums.size()}, self));
           },
           "token_ids"_a, "positions"_a, "query_start"_a, "seq_lens"_a, "block_tables"_a, "slot_mapping"_a,
-          "logits_rows"_a, "One step; the logits [rows, vocab] are valid until the next call.");
+          "logits_rows"_a, "num_candidates"_a = nb::none(), "log_sums"_a = nb::none(),
+          nb::sig(
+              "def run(self, token_ids: NDArray[numpy.int32], positions: NDArray[numpy.int32], "
+              "query_start: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], "
+              "block_tables: NDArray[numpy.int32], slot_mapping: NDArray[numpy.int32], "
+              "logits_rows: NDArray[numpy.int32], num_candidates: NDArray[numpy.int32] | None = None, "
+              "log_sums: NDArray[numpy.bool_] | None = None) -> tuple[NDArray[numpy.float32], "
+              "NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.float32], NDArray[numpy.float64]]"),
+          "One step; the fields of executors.base.Logits, which are valid until the next call.");
 
   m.def(
       "instruction_sets",
@@ -351,7 +391,37 @@ void bind_model(nb::module_& m) {
       "type"_a, "rows"_a, "cols"_a, "data"_a, "isa"_a, "out"_a, "Dequantizes rows into `out` [rows, cols].");
 }
 
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// The whole rows of executors.base.Logits.
+Logits logits_of(size_t rows, const FloatTable& full, const Ints& full_index) {
+  if (full_index.size() != rows) throw std::invalid_argument("rows do not fit the logits");
+  for (const int32_t index : span_of(full_index)) {
+    if (index < -1 || index >= static_cast<int64_t>(full.shape(0)))
+      throw std::invalid_argument("full_index is out of range");
+  }
+  return {.rows = static_cast<int64_t>(rows),
+          .vocab = static_cast<int64_t>(full.shape(1)),
+          .width = 0,
+          .full = {full.data(), full.size()},
+          .full_index = span_of(full_index),
+          .candidate_ids = {},
+          .candidate_values = {},
+          .log_sums = {}};
+}
+
+void add_candidates(Logits& logits, const IntTable& ids, const FloatTable& values, const Doubles& log_sums) {
+  const auto rows = static_cast<size_t>(logits.rows);
+  if (ids.shape(0) != rows || values.shape(0) != rows || log_sums.size() != rows ||
+      ids.shape(1) != values.shape(1))
+    throw std::invalid_argument("candidates do not fit the logits");
+  logits.width = static_cast<int64_t>(ids.shape(1));
+  logits.candidate_ids = {ids.data(), ids.size()};
+  logits.candidate_values = {values.data(), values.size()};
+  logits.log_sums = {log_sums.data(), log_sums.size()};
+}
+
 // token, error (empty: none), and if asked for (logprob, rank, [(token, logprob)])
 using PyLogprobs = std::tuple<float, int, std::vector<std::pair<int, float>>>;
 using PySampled = std::tuple<int, const char*, std::optional<PyLogprobs>>;
@@ -441,11 +511,13 @@ void bind_sampler(nb::module_& m) {
           "pool"_a, "isa"_a, "num_token_ids"_a)
       .def(
           "sample",
-          [](BatchSampler& self, const Logits& logits, const std::vector<const SequenceSampling*>& sequences,
-             const std::vector<uint64_t>& positions) {
+          [](BatchSampler& self, const FloatTable& full, const Ints& full_index,
+             const IntTable& candidate_ids, const FloatTable& candidate_values, const Doubles& log_sums,
+             const std::vector<const SequenceSampling*>& sequences, const std::vector<uint64_t>& positions) {
             const size_t n = sequences.size();
-            if (logits.shape(0) != n || positions.size() != n)
-              throw std::invalid_argument("rows do not fit the logits");
+            if (positions.size() != n) throw std::invalid_argument("rows do not fit the logits");
+            Logits logits = logits_of(n, full, full_index);
+            add_candidates(logits, candidate_ids, candidate_values, log_sums);
             std::vector<BatchRow> rows;
             for (size_t i = 0; i < n; ++i) {
               if (sequences[i] == nullptr) throw std::invalid_argument("a row without parameters");
@@ -455,7 +527,7 @@ void bind_sampler(nb::module_& m) {
             std::vector<std::vector<TopLogprob>> tops(n);
             if (n != 0) {
               nb::gil_scoped_release release;
-              self.sample(logits.data(), static_cast<int64_t>(logits.shape(1)), rows, results, tops);
+              self.sample(logits, rows, results, tops);
             }
             std::vector<PySampled> out;
             out.reserve(n);
@@ -468,17 +540,18 @@ void bind_sampler(nb::module_& m) {
             }
             return out;
           },
-          "logits"_a, "sequences"_a, "positions"_a)
+          "full"_a, "full_index"_a, "candidate_ids"_a, "candidate_values"_a, "log_sums"_a, "sequences"_a,
+          "positions"_a)
       .def(
           "logprobs",
-          [](BatchSampler& self, const Logits& logits, const std::vector<int32_t>& tokens,
-             const std::vector<int32_t>& num_top) {
+          [](BatchSampler& self, const FloatTable& full, const Ints& full_index,
+             const std::vector<int32_t>& tokens, const std::vector<int32_t>& num_top) {
             const size_t n = tokens.size();
-            if (logits.shape(0) != n || num_top.size() != n)
-              throw std::invalid_argument("rows do not fit the logits");
+            if (num_top.size() != n) throw std::invalid_argument("rows do not fit the logits");
+            const Logits logits = logits_of(n, full, full_index);
             for (size_t i = 0; i < n; ++i) {
-              if (tokens[i] < 0 || tokens[i] >= self.num_token_ids() ||
-                  tokens[i] >= static_cast<int64_t>(logits.shape(1)) || num_top[i] < 0) {
+              if (tokens[i] < 0 || tokens[i] >= self.num_token_ids() || tokens[i] >= logits.vocab ||
+                  num_top[i] < 0) {
                 throw std::invalid_argument("a token id or count out of range");
               }
             }
@@ -486,8 +559,7 @@ void bind_sampler(nb::module_& m) {
             std::vector<std::vector<TopLogprob>> tops(n);
             if (n != 0) {
               nb::gil_scoped_release release;
-              self.logprobs(logits.data(), static_cast<int64_t>(logits.shape(1)), tokens, num_top, results,
-                            tops);
+              self.logprobs(logits, tokens, num_top, results, tops);
             }
             std::vector<PySampled> out;
             out.reserve(n);
@@ -497,7 +569,7 @@ void bind_sampler(nb::module_& m) {
             }
             return out;
           },
-          "logits"_a, "tokens"_a, "num_top"_a);
+          "full"_a, "full_index"_a, "tokens"_a, "num_top"_a);
 }
 
 }  // namespace

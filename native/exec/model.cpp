@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 
@@ -51,7 +52,8 @@ const Kernels& kernels_named(const char* isa) {
 Model::Model(std::shared_ptr<ThreadPool> pool, const char* isa, size_t packed_bytes)
     : pool_(std::move(pool)),
       kernels_(kernels_named(isa)),
-      packed_(packed_bytes == 0 ? 0 : packed_bytes + kPrefetchSlack, true) {}
+      packed_(packed_bytes == 0 ? 0 : packed_bytes + kPrefetchSlack, true),
+      head_(kernels_, pool_->size()) {}
 
 // ------------------------------------------------------------------------------------------------ building
 
@@ -140,6 +142,8 @@ void visit_values(const Phase& phase, F&& f, G&& g) {
       if (s.residual >= 0) f(s.residual);
       g(s.out);
     }
+  } else if (const auto* h = std::get_if<HeadPhase>(&phase)) {
+    f(h->linear.input);
   } else if (const auto* a = std::get_if<AttentionPhase>(&phase)) {
     f(a->q);
     f(a->k);
@@ -177,9 +181,11 @@ void Model::plan_slots() {
           defined[static_cast<size_t>(id)] = i;
         });
   }
-  valid(output_);
-  require(defined[static_cast<size_t>(output_)] >= 0, "the output is never computed");
-  last_use[static_cast<size_t>(output_)] = static_cast<int>(phases_.size());
+  if (output_ >= 0) {
+    valid(output_);
+    require(defined[static_cast<size_t>(output_)] >= 0, "the output is never computed");
+    last_use[static_cast<size_t>(output_)] = static_cast<int>(phases_.size());
+  }
 
   std::vector<int> busy_until;  // by slot: index of the last phase that reads it
   for (int i = 0; i < static_cast<int>(phases_.size()); ++i) {
@@ -210,13 +216,12 @@ void Model::plan_slots() {
   }
 }
 
-void Model::plan_segments(PlannedPhase& p) const {
-  const auto& ph = std::get<LinearPhase>(p.phase);
+void Model::plan_segments(PlannedPhase& p, const LinearPhase& ph, int64_t unit) const {
   int64_t total = 0;
   for (const LinearSpec& s : ph.linears) total += weights_[static_cast<size_t>(s.weight)].panels();
   const int64_t share = total / (kItemsPerThread * pool_->size());
   const auto cut = [&](const Piece& piece, std::vector<Segment>& segments) {
-    const int64_t step = std::clamp<int64_t>(share, 1, piece.panels);
+    const int64_t step = std::clamp<int64_t>(share / unit * unit, unit, piece.panels);
     for (int i = 0; i < static_cast<int>(ph.linears.size()); ++i) {
       const LinearSpec& spec = ph.linears[static_cast<size_t>(i)];
       const int64_t panels = weights_[static_cast<size_t>(spec.weight)].panels();
@@ -268,20 +273,41 @@ void Model::finish(ValueId output, CacheShape cache) {
                 c.v_dim % 4 == 0 && c.v_dim <= kMaxHeadDim,
             "heads of a cache layer that the kernels do not support");
   }
+  const auto plan_input = [&](PlannedPhase& p, const LinearPhase& l) {
+    p.cols = width(l.input);
+    check_norm(l.norm, p.cols);
+    if (l.norm.kind != NormKind::kNone) max_norm_cols_ = std::max(max_norm_cols_, p.cols);
+  };
+  const auto use_kind = [&](PlannedPhase& p, const Weight& w) {
+    const auto k = static_cast<int>(packed_act_kind(w.type, kernels_));
+    p.uses[k] = true;
+    max_cols_[k] = std::max(max_cols_[k], p.cols);
+    if (!w.packed) max_panel_bytes_ = std::max(max_panel_bytes_, packed_panel_bytes(w.type, w.cols));
+  };
+  require(output_ >= 0 || (!phases_.empty() && std::holds_alternative<HeadPhase>(phases_.back().phase)),
+          "a model without output");
   plan_slots();
+  if (output_ >= 0) vocab_size_ = width(output_);
   for (PlannedPhase& p : phases_) {
     if (const auto* e = std::get_if<EmbedPhase>(&p.phase)) {
       require(!weight(e->weight).packed && weight(e->weight).cols == width(e->out) && !is_row(e->out),
               "bad embedding");
+    } else if (const auto* h = std::get_if<HeadPhase>(&p.phase)) {
+      const LinearPhase& l = h->linear;
+      require(&p == &phases_.back() && output_ < 0, "a head that is not the end");
+      require(l.linears.size() == 1 && is_row(l.input), "a head is one product of the rows that need logits");
+      const LinearSpec& s = l.linears[0];
+      const Weight& w = weight(s.weight);
+      plan_input(p, l);
+      require(w.cols == p.cols && s.up_weight < 0 && s.residual < 0 && s.out < 0, "bad head shape");
+      require(h->num_ids > 0 && h->num_ids <= w.rows, "a head for more tokens than it has rows");
+      check_vector(s.bias, w.rows);
+      use_kind(p, w);
+      vocab_size_ = w.rows;
+      plan_segments(p, l, kScanBlock / kPanelRows);
     } else if (const auto* l = std::get_if<LinearPhase>(&p.phase)) {
       require(!l->linears.empty(), "a linear phase without weights");
-      p.cols = width(l->input);
-      check_norm(l->norm, p.cols);
-      if (l->norm.kind != NormKind::kNone) max_norm_cols_ = std::max(max_norm_cols_, p.cols);
-      const auto use = [&](const Weight& w) {
-        p.uses[static_cast<int>(packed_act_kind(w.type, kernels_))] = true;
-        if (!w.packed) max_panel_bytes_ = std::max(max_panel_bytes_, packed_panel_bytes(w.type, w.cols));
-      };
+      plan_input(p, *l);
       for (const LinearSpec& s : l->linears) {
         const Weight& w = weight(s.weight);
         require(w.cols == p.cols && w.rows == width(s.out) && is_row(s.out) == is_row(l->input),
@@ -293,14 +319,11 @@ void Model::finish(ValueId output, CacheShape cache) {
         if (s.up_weight >= 0) {
           const Weight& up = weight(s.up_weight);
           require(up.cols == w.cols && up.rows == w.rows && s.residual < 0, "bad gated pair");
-          use(up);
+          use_kind(p, up);
         }
-        use(w);
+        use_kind(p, w);
       }
-      for (int k = 0; k < kNumActKinds; ++k) {
-        if (p.uses[k]) max_cols_[k] = std::max(max_cols_[k], p.cols);
-      }
-      plan_segments(p);
+      plan_segments(p, *l, 1);
     } else if (auto* a = std::get_if<AttentionPhase>(&p.phase)) {
       require(a->layer >= 0 && a->layer < static_cast<int>(cache_.layers.size()),
               "attention without a cache layer");
@@ -469,6 +492,12 @@ void Model::check(const StepInput& in) const {
     require(row > previous && row < tokens, "logits_rows is not ascending or out of range");
     previous = row;
   }
+  const size_t num_rows = in.logits_rows.size();
+  require((in.num_candidates.empty() || in.num_candidates.size() == num_rows) &&
+              (in.log_sums.empty() || in.log_sums.size() == num_rows),
+          "num_candidates and log_sums do not fit logits_rows");
+  for (const int32_t k : in.num_candidates)
+    require(k >= 0 && k <= kMaxCandidates, "num_candidates is out of range");
 }
 
 void Model::reserve(int64_t tokens, int64_t logits_rows) {
@@ -500,6 +529,14 @@ void Model::prepare_step(const StepInput& input) {
   num_logits_ = static_cast<int64_t>(input.logits_rows.size());
   num_seqs_ = static_cast<int64_t>(input.seq_lens.size());
   reserve(num_tokens_, num_logits_);
+  if (output_ < 0) {
+    const int64_t num_ids = std::get<HeadPhase>(phases_.back().phase).num_ids;
+    head_.start(num_logits_, vocab_size_, num_ids, input.num_candidates, input.log_sums);
+  } else {
+    all_rows_.resize(input.logits_rows.size());
+    std::iota(all_rows_.begin(), all_rows_.end(), 0);
+    no_log_sums_.assign(input.logits_rows.size(), std::numeric_limits<double>::quiet_NaN());
+  }
   for (int i = 0; i < num_loops_; ++i)
     counters_[static_cast<size_t>(i)].next.store(0, std::memory_order_relaxed);
   for (size_t i = 0; i < phases_.size() * static_cast<size_t>(pool_->size()); ++i)
@@ -565,7 +602,7 @@ void Model::plan_attention() {
   decode_only_ = decode_only_ && !split_chunks_;
 }
 
-std::span<const float> Model::run(const StepInput& input) {
+Logits Model::run(const StepInput& input) {
   check(input);
   prepare_step(input);
   auto body = [&](Member& m) {
@@ -581,7 +618,16 @@ std::span<const float> Model::run(const StepInput& input) {
     }
   };
   pool_->run(body);
-  return {value(output_), static_cast<size_t>(rows(output_) * vocab_size())};
+  if (output_ < 0) return head_.logits();
+  const int64_t n = rows(output_);
+  return {.rows = n,
+          .vocab = vocab_size_,
+          .width = 0,
+          .full = {value(output_), static_cast<size_t>(n * vocab_size_)},
+          .full_index = all_rows_,
+          .candidate_ids = {},
+          .candidate_values = {},
+          .log_sums = no_log_sums_};
 }
 
 float* Model::value(ValueId id) const {
@@ -615,7 +661,9 @@ void Model::execute(const PlannedPhase& p, int loop, Member& m) {
   if (const auto* e = std::get_if<EmbedPhase>(&p.phase)) {
     execute_embed(*e, loop);
   } else if (const auto* l = std::get_if<LinearPhase>(&p.phase)) {
-    if (rows(l->input) > 0) execute_linear(p, *l, loop, m);
+    if (rows(l->input) > 0) execute_linear(p, *l, nullptr, loop, m);
+  } else if (const auto* h = std::get_if<HeadPhase>(&p.phase)) {
+    if (num_logits_ > 0) execute_linear(p, h->linear, h, loop, m);
   } else if (const auto* a = std::get_if<AttentionPhase>(&p.phase)) {
     execute_attention(*a, loop, m);
   } else if (const auto* r = std::get_if<RowsPhase>(&p.phase)) {
@@ -667,7 +715,8 @@ void Model::execute_embed(const EmbedPhase& ph, int loop) {
   });
 }
 
-void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loop, Member& m) {
+void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, const HeadPhase* head, int loop,
+                           Member& m) {
   const int64_t tokens = rows(ph.input), groups = groups_of(tokens), cols = p.cols;
   const float* x = value(ph.input);
   Scratch& scratch = scratch_[static_cast<size_t>(m.thread())];
@@ -708,10 +757,46 @@ void Model::execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loo
   const std::vector<Segment>& segments = few ? p.long_segments : p.segments;
   const int64_t blocks = (groups + piece.groups - 1) / piece.groups;
   parallel_stretches(loop, static_cast<int64_t>(segments.size()) * blocks, m, [&](int64_t item) {
-    const int64_t g0 = item % blocks * piece.groups;
-    linear_item(ph, segments[static_cast<size_t>(item / blocks)], acts, g0,
-                std::min(groups, g0 + piece.groups), tokens, piece.rows(), scratch);
+    const int64_t g0 = item % blocks * piece.groups, g1 = std::min(groups, g0 + piece.groups);
+    const Segment& segment = segments[static_cast<size_t>(item / blocks)];
+    if (head != nullptr) {
+      head_item(*head, segment, acts, g0, g1, tokens, piece.rows(), m.thread());
+    } else {
+      linear_item(ph, segment, acts, g0, g1, tokens, piece.rows(), scratch);
+    }
   });
+  if (head != nullptr) {
+    m.barrier();
+    parallel(loop + 1, tokens, [&](int64_t row) { head_.finish(row); });
+  }
+}
+
+void Model::head_item(const HeadPhase& ph, const Segment& s, const Activations* acts, int64_t g0, int64_t g1,
+                      int64_t tokens, int64_t tile_ld, int thread) {
+  const LinearSpec& spec = ph.linear.linears[0];
+  const Weight& w = weights_[static_cast<size_t>(spec.weight)];
+  const float* bias = vector(spec.bias);
+  Scratch& scratch = scratch_[static_cast<size_t>(thread)];
+  const int64_t t0 = g0 * kTokenGroup, t1 = std::min(tokens, g1 * kTokenGroup);
+  const int64_t r0 = s.p0 * kPanelRows, n = std::min(w.rows, s.p1 * kPanelRows) - r0;
+
+  // Whole rows lie one behind another: if all are whole, the product goes where they stay.
+  bool in_place = true;
+  for (int64_t t = t0; t < t1; ++t) in_place = in_place && head_.is_whole(t);
+  float* out = in_place ? head_.whole_row(t0) - t0 * w.rows : scratch.tile[0] - (t0 * tile_ld + r0);
+  const int64_t ld = in_place ? w.rows : tile_ld;
+  multiply(w, s.p0, s.p1, acts, g0, g1, out, static_cast<size_t>(ld), scratch);
+  for (int64_t t = t0; t < t1; ++t) {
+    float* row = out + t * ld + r0;
+    if (bias != nullptr) kernels_.add(row, bias + r0, n, row);
+    if (ph.scale != 1.0F) kernels_.scale(row, ph.scale, n, row);
+    if (ph.softcap != 0.0F) kernels_.softcap(row, ph.softcap, n, row);
+    if (!head_.is_whole(t)) {
+      head_.add(thread, t, r0, row, n);
+    } else if (!in_place) {
+      std::memcpy(head_.whole_row(t) + r0, row, static_cast<size_t>(n) * sizeof(float));
+    }
+  }
 }
 
 void Model::multiply(const Weight& w, int64_t p0, int64_t p1, const Activations* acts, int64_t g0, int64_t g1,

@@ -15,7 +15,9 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/logits.h"
 #include "core/pool.h"
+#include "exec/head.h"
 #include "kernels/kernels.h"
 
 namespace caudal {
@@ -25,6 +27,8 @@ struct StepInput {
   std::span<const int32_t> token_ids, positions, query_start, seq_lens, block_tables, slot_mapping,
       logits_rows;
   int64_t block_table_width = 0;
+  std::span<const int32_t> num_candidates;  // by logits row, see HeadOutput::start(); or empty
+  std::span<const bool> log_sums;           // the same
 };
 
 using VectorId = int;  // index of a float vector, -1: none
@@ -67,6 +71,15 @@ struct LinearPhase {
   std::vector<LinearSpec> linears;
 };
 
+// The last phase, softcap(scale * (W norm(in) + bias)), which never stores logits that nobody asked for: one
+// linear without residual, gate and out. scale 1 and softcap 0 change nothing. `num_ids`: rows of W that are
+// tokens, 1 .. all.
+struct HeadPhase {
+  LinearPhase linear;
+  float scale = 1.0F, softcap = 0.0F;
+  int64_t num_ids = 0;
+};
+
 struct AttentionPhase {
   ValueId q, k, v, out;
   NormSpec q_norm, k_norm;  // over heads
@@ -93,7 +106,7 @@ struct RowOpPhase {
   int head_dim = 0;
 };
 
-using Phase = std::variant<EmbedPhase, LinearPhase, AttentionPhase, RowsPhase, RowOpPhase>;
+using Phase = std::variant<EmbedPhase, LinearPhase, HeadPhase, AttentionPhase, RowsPhase, RowOpPhase>;
 
 struct CacheShape {
   KvType type = KvType::kF16;
@@ -123,18 +136,19 @@ class Model {
   ValueId add_value(int64_t width, bool logits_row);
   int add_rope_table(std::span<const float> inv_freq, float mscale);
   void add_phase(Phase phase);
-  // Throws std::bad_alloc or std::invalid_argument (an inconsistent description).
+  // `output`: -1 if the last phase is a HeadPhase. Throws std::bad_alloc or std::invalid_argument (an
+  // inconsistent description).
   void finish(ValueId output, CacheShape cache);
 
   // Keeps weights and cache in memory. After finish(). Throws std::system_error where the system refuses.
   void lock_memory() const;
 
-  // Computes a step; the result has logits_rows x vocab numbers and is valid until the next call.
+  // Computes a step; the result is valid until the next call. Without a HeadPhase all rows are whole.
   // Throws std::invalid_argument for arrays that do not describe a possible step, and std::bad_alloc; nothing
   // has changed then. Two sequences that write the same slot get each other's keys: that is not looked for.
-  std::span<const float> run(const StepInput& input);
+  Logits run(const StepInput& input);
 
-  int64_t vocab_size() const { return values_[static_cast<size_t>(output_)].width; }
+  int64_t vocab_size() const { return vocab_size_; }
   int num_phases() const { return static_cast<int>(phases_.size()); }
   const Kernels& kernels() const { return kernels_; }
   ThreadPool& pool() { return *pool_; }
@@ -180,7 +194,8 @@ class Model {
 
   void check(const StepInput& input) const;
   void plan_slots();
-  void plan_segments(PlannedPhase& p) const;
+  // Pieces are multiples of `unit` panels, but for the last.
+  void plan_segments(PlannedPhase& p, const LinearPhase& ph, int64_t unit) const;
   void prepare_step(const StepInput& input);
   void plan_attention();
   void reserve(int64_t tokens, int64_t logits_rows);
@@ -205,10 +220,14 @@ class Model {
 
   void execute(const PlannedPhase& p, int loop, Member& m);
   void execute_embed(const EmbedPhase& ph, int loop);
-  void execute_linear(const PlannedPhase& p, const LinearPhase& ph, int loop, Member& m);
+  // `head`: the phase that `ph` is part of, or null.
+  void execute_linear(const PlannedPhase& p, const LinearPhase& ph, const HeadPhase* head, int loop,
+                      Member& m);
   // The kernel's gemm(), on weights that are packed and on those that are not.
   void multiply(const Weight& w, int64_t p0, int64_t p1, const Activations* acts, int64_t g0, int64_t g1,
                 float* out, size_t ldo, Scratch& scratch) const;
+  void head_item(const HeadPhase& ph, const Segment& s, const Activations* acts, int64_t g0, int64_t g1,
+                 int64_t tokens, int64_t tile_ld, int thread);
   void linear_item(const LinearPhase& ph, const Segment& s, const Activations* acts, int64_t g0, int64_t g1,
                    int64_t tokens, int64_t tile_ld, Scratch& scratch) const;
   void execute_attention(const AttentionPhase& ph, int loop, Member& m);
@@ -231,7 +250,11 @@ class Model {
   std::vector<RopeTable> rope_tables_;
   size_t rope_floats_ = 0;  // per token, all tables
   std::vector<PlannedPhase> phases_;
-  ValueId output_ = -1;
+  ValueId output_ = -1;  // -1: the head's
+  int64_t vocab_size_ = 0;
+  HeadOutput head_;
+  std::vector<int32_t> all_rows_;    // 0 .. num_logits_ - 1, without head
+  std::vector<double> no_log_sums_;  // the same
 
   CacheShape cache_;
   Region cache_memory_;

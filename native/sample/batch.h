@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "core/logits.h"
 #include "core/pool.h"
 #include "sample/sampler.h"
 
@@ -33,21 +34,26 @@ class BatchSampler {
   // `num_token_ids`: columns beyond it are padding of the head and never chosen.
   BatchSampler(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, int64_t num_token_ids);
 
-  // Row i of `logits` (`vocab` floats each) for rows[i]; results[i], and its best tokens in tops[i].
-  void sample(const float* logits, int64_t vocab, std::span<const BatchRow> rows,
-              std::span<SampledRow> results, std::span<std::vector<TopLogprob>> tops);
+  // Row i of `logits` for rows[i]; results[i], and its best tokens in tops[i]. Throws std::invalid_argument
+  // where a row has candidates only that do not suffice.
+  void sample(const Logits& logits, std::span<const BatchRow> rows, std::span<SampledRow> results,
+              std::span<std::vector<TopLogprob>> tops);
 
-  // Log-softmax of row i at tokens[i] and at its num_top[i] best.
-  void logprobs(const float* logits, int64_t vocab, std::span<const int32_t> tokens,
-                std::span<const int32_t> num_top, std::span<SampledRow> results,
-                std::span<std::vector<TopLogprob>> tops);
+  // Log-softmax of row i at tokens[i] and at its num_top[i] best. Throws std::invalid_argument where a row is
+  // not whole.
+  void logprobs(const Logits& logits, std::span<const int32_t> tokens, std::span<const int32_t> num_top,
+                std::span<SampledRow> results, std::span<std::vector<TopLogprob>> tops);
 
   int64_t num_token_ids() const { return num_token_ids_; }
 
  private:
-  // Calls f(i, scratch) for i in 0 .. n - 1; one row is not worth waking threads for.
+  // Calls f(i, scratch) for i in 0 .. n - 1, on all threads if more than one row is whole: the others are not
+  // worth waking them for.
   template <typename F>
-  void each(size_t n, F&& f);
+  void each(const Logits& logits, F&& f);
+  SamplingRow parameters(const BatchRow& row) const;
+  std::span<const float> whole_row(const Logits& logits, size_t i) const;
+  Candidates candidates(const Logits& logits, size_t i) const;
 
   std::shared_ptr<ThreadPool> pool_;
   const Kernels& kernels_;

@@ -5,6 +5,8 @@
 #include <functional>
 #include <limits>
 
+#include "sample/best.h"
+
 namespace caudal {
 namespace {
 
@@ -53,7 +55,7 @@ SamplerScratch::SamplerScratch(size_t vocab) {
   weights.reserve(vocab);
   keys.reserve(vocab);
   order.reserve(vocab);
-  block_sums.reserve(vocab / kDrawBlock + 1);
+  block_sums.reserve(blocks);
 }
 
 // The state of one call: the logits in their current form, and the candidates.
@@ -80,6 +82,38 @@ class RowSampler {
     }
     out.token = row.temperature < kGreedyTemperature ? argmax() : draw(row);
     if (row.num_logprobs >= 0) finish_logprobs(out.token, out.logprobs);
+    return out;
+  }
+
+  // The same from the best logits only; see candidates_suffice().
+  SampledRow sample(const Candidates& best, const SamplingRow& row, TopLogprob* top) {
+    SampledRow out;
+    if (best.ids.empty()) {
+      out.status = SampleStatus::kNotFinite;
+      return out;
+    }
+    peak_ = *std::max_element(best.values.begin(), best.values.end());
+    log_sum_ = best.log_sum;
+    if (row.num_logprobs > 0) {
+      take(best, -kInf);
+      list_best(static_cast<size_t>(row.num_logprobs), out.logprobs, top);
+    }
+    if (row.temperature < kGreedyTemperature) {
+      const auto first = std::find(best.values.begin(), best.values.end(), peak_);
+      out.token = best.ids[static_cast<size_t>(first - best.values.begin())];
+    } else {
+      take(best, lowest_kept(row));
+      keep_best(static_cast<size_t>(row.top_k));
+      out.token = draw_of_best(row);
+    }
+    if (row.num_logprobs < 0) return out;
+    const auto at =
+        static_cast<size_t>(std::find(best.ids.begin(), best.ids.end(), out.token) - best.ids.begin());
+    const float logit = best.values[at];
+    out.logprobs.logprob = logprob(logit);
+    out.logprobs.rank = 1;
+    for (size_t i = 0; i < best.ids.size(); ++i)
+      out.logprobs.rank += best.values[i] > logit || (best.values[i] == logit && i < at) ? 1 : 0;
     return out;
   }
 
@@ -141,6 +175,16 @@ class RowSampler {
         s_.ids.push_back(static_cast<int32_t>(b * kScanBlock + i));
         s_.values.push_back(numbers[i]);
       }
+    }
+  }
+
+  void take(const Candidates& best, float bound) {
+    s_.ids.clear();
+    s_.values.clear();
+    for (size_t i = 0; i < best.ids.size(); ++i) {
+      if (best.values[i] < bound) continue;
+      s_.ids.push_back(best.ids[i]);
+      s_.values.push_back(best.values[i]);
     }
   }
 
@@ -251,16 +295,23 @@ class RowSampler {
   // --- log-probabilities of the raw logits
 
   void start_logprobs(int32_t num_top, TokenLogprobs& out, TopLogprob* top) {
-    log_sum_ =
-        static_cast<double>(peak_) + std::log(kernels_.exp_sum(x_.data(), size(), peak_, 1.0F, nullptr));
+    auto& sums = s_.block_sums;
+    sums.resize(s_.block_maxima.size());
+    for (size_t b = 0; b < sums.size(); ++b) sums[b] = block_exp_sum(kernels_, block(b), s_.block_maxima[b]);
+    log_sum_ = log_sum_exp(kernels_, s_.block_maxima, sums, peak_);
     if (num_top <= 0) return;
     const size_t k = std::min(static_cast<size_t>(num_top), x_.size());
     collect(bound_of_best(k));
+    list_best(k, out, top);
+  }
+
+  // The k largest candidates, best first.
+  void list_best(size_t k, TokenLogprobs& out, TopLogprob* top) {
     keep_best(k);
     set_keys_by_value();
     std::sort(s_.order.begin(), s_.order.end(), [this](uint32_t a, uint32_t b) { return before(a, b); });
-    for (size_t i = 0; i < k; ++i) top[i] = {s_.ids[s_.order[i]], logprob(s_.values[s_.order[i]])};
-    out.num_top = static_cast<int32_t>(k);
+    for (size_t i = 0; i < count(); ++i) top[i] = {s_.ids[s_.order[i]], logprob(s_.values[s_.order[i]])};
+    out.num_top = static_cast<int32_t>(count());
   }
 
   void finish_logprobs(int32_t token, TokenLogprobs& out) const {
@@ -338,9 +389,8 @@ class RowSampler {
 
   // --- steps 4 and 5
 
-  int32_t draw(const SamplingRow& row) {
-    const double u = uniform(row.seed, row.position);
-    const float inverse = 1.0F / row.temperature;
+  // What min_p and top_n_sigma keep
+  float lowest_kept(const SamplingRow& row) const {
     double floor = -static_cast<double>(kInf);
     if (row.top_n_sigma > 0.0F)
       floor = static_cast<double>(peak_) - static_cast<double>(row.top_n_sigma) * deviation();
@@ -348,27 +398,34 @@ class RowSampler {
       floor = std::max(
           floor, static_cast<double>(peak_) + static_cast<double>(row.temperature) * std::log(row.min_p));
     }
-    const float bound = std::max(round_up(floor), std::numeric_limits<float>::lowest());
-    const bool has_top_k = row.top_k > 0 && static_cast<size_t>(row.top_k) < x_.size();
+    return std::max(round_up(floor), std::numeric_limits<float>::lowest());
+  }
 
-    if (has_top_k) {
+  int32_t draw(const SamplingRow& row) {
+    if (row.top_k > 0 && static_cast<size_t>(row.top_k) < x_.size()) {
       const auto k = static_cast<size_t>(row.top_k);
-      collect(std::max(bound, bound_of_best(k)));
+      collect(std::max(lowest_kept(row), bound_of_best(k)));
       keep_best(k);
-    } else if (std::isfinite(floor) || row.typical_p < 1.0F) {
-      collect(bound);
+    } else if (row.top_n_sigma > 0.0F || row.min_p > 0.0F || row.typical_p < 1.0F) {
+      collect(lowest_kept(row));
     } else if (row.top_p < 1.0F) {
-      return draw_top_p_of_all(row.top_p, inverse, u);
+      return draw_top_p_of_all(row);
     } else {
-      return draw_of_all(inverse, u);
+      return draw_of_all(row);
     }
+    return draw_of_best(row);
+  }
+
+  // typical_p, top_p and the choice, of the candidates
+  int32_t draw_of_best(const SamplingRow& row) {
+    const float inverse = 1.0F / row.temperature;
     if (row.typical_p < 1.0F) keep_typical(row.typical_p, inverse);
     if (row.top_p < 1.0F) {
       const double total = weigh(inverse);
       set_keys_by_value();
       keep_mass(static_cast<double>(row.top_p) * total);
     }
-    return draw_of_candidates(inverse, u);
+    return draw_of_candidates(inverse, uniform(row.seed, row.position));
   }
 
   // Standard deviation of the logits that are not excluded
@@ -419,9 +476,10 @@ class RowSampler {
     return last;
   }
 
-  int32_t draw_top_p_of_all(float top_p, float inverse, double u) {
+  int32_t draw_top_p_of_all(const SamplingRow& row) {
+    const float inverse = 1.0F / row.temperature;
     const double mass =
-        static_cast<double>(top_p) * kernels_.exp_sum(x_.data(), size(), peak_, inverse, nullptr);
+        static_cast<double>(row.top_p) * kernels_.exp_sum(x_.data(), size(), peak_, inverse, nullptr);
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     collect(std::max(kLowest, bound_of_best(std::min(kFirstGuess, s_.block_maxima.size()))));
     if (weigh(inverse) < mass) {
@@ -430,11 +488,12 @@ class RowSampler {
     }
     set_keys_by_value();
     keep_mass(mass);
-    return draw_of_candidates(inverse, u);
+    return draw_of_candidates(inverse, uniform(row.seed, row.position));
   }
 
   // No filter: sums of blocks first, then the terms of the one block that the number falls in.
-  int32_t draw_of_all(float inverse, double u) {
+  int32_t draw_of_all(const SamplingRow& row) {
+    const float inverse = 1.0F / row.temperature;
     const auto weigh_block = [this, inverse](size_t begin, float* out) {
       const auto n = static_cast<int64_t>(std::min(kDrawBlock, x_.size() - begin));
       return kernels_.exp_sum(x_.data() + begin, n, peak_, inverse, out);
@@ -446,7 +505,7 @@ class RowSampler {
     double total = 0.0;
     for (const double sum : sums) total += sum;
 
-    double target = u * total;
+    double target = uniform(row.seed, row.position) * total;
     size_t chosen = 0;
     for (size_t b = 0; b < sums.size(); ++b) {
       if (sums[b] == 0.0) continue;
@@ -471,6 +530,22 @@ class RowSampler {
 SampledRow sample_row(const Kernels& kernels, std::span<const float> logits, const SamplingRow& row,
                       SamplerScratch& scratch, TopLogprob* top) {
   return RowSampler(kernels, logits, scratch).sample(row, top);
+}
+
+bool candidates_suffice(const SamplingRow& row, size_t num_candidates, size_t num_ids) {
+  const bool greedy = row.temperature < kGreedyTemperature;
+  // A top_k of all logits keeps all of them, which sums them in another order.
+  if (!greedy && (row.top_k <= 0 || static_cast<size_t>(row.top_k) >= num_ids || row.top_n_sigma > 0.0F))
+    return false;
+  const int32_t needed = std::max({greedy ? 1 : row.top_k, row.num_logprobs, 1});
+  return num_candidates >= std::min(static_cast<size_t>(needed), num_ids) && !row.allowed &&
+         row.mask.empty() && row.banned.empty() && row.bias_ids.empty() && row.repetition_penalty == 1.0F &&
+         row.presence_penalty == 0.0F && row.frequency_penalty == 0.0F;
+}
+
+SampledRow sample_candidates(const Kernels& kernels, const Candidates& candidates, const SamplingRow& row,
+                             SamplerScratch& scratch, TopLogprob* top) {
+  return RowSampler(kernels, {}, scratch).sample(candidates, row, top);
 }
 
 SampleStatus token_logprobs(const Kernels& kernels, std::span<const float> logits, int32_t token,

@@ -92,10 +92,24 @@ class SamplerScratch {
   std::vector<double> block_sums;
 };
 
+// The largest logits of a row, which for many parameters decide as much as all of them.
+struct Candidates {
+  std::span<const int32_t> ids;  // ascending; none: the row's logits are not finite
+  std::span<const float> values;
+  double log_sum = 0.0;  // of the whole row; needed for logprobs only
+};
+
+// Whether sample_candidates() of the `num_candidates` largest of `num_ids` logits gives the same bits as
+// sample_row() of all.
+bool candidates_suffice(const SamplingRow& row, size_t num_candidates, size_t num_ids);
+
 // Chooses a token. `logits` are those of the tokens that exist: without the padding columns of the head.
 // `top` has room for max(num_logprobs, 0) entries.
 SampledRow sample_row(const Kernels& kernels, std::span<const float> logits, const SamplingRow& row,
                       SamplerScratch& scratch, TopLogprob* top);
+
+SampledRow sample_candidates(const Kernels& kernels, const Candidates& candidates, const SamplingRow& row,
+                             SamplerScratch& scratch, TopLogprob* top);
 
 // Log-softmax of a row at `token` and at its `num_top` best. `token` must be a column.
 SampleStatus token_logprobs(const Kernels& kernels, std::span<const float> logits, int32_t token,

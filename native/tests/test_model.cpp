@@ -148,13 +148,15 @@ struct Step {
             .block_tables = block_tables,
             .slot_mapping = slots,
             .logits_rows = logits_rows,
-            .block_table_width = kBlocksPerSequence};
+            .block_table_width = kBlocksPerSequence,
+            .num_candidates = {},
+            .log_sums = {}};
   }
 };
 
 std::vector<float> run(Model& model, const std::vector<Part>& parts) {
   const Step step(parts);
-  const std::span<const float> logits = model.run(step.input());
+  const std::span<const float> logits = model.run(step.input()).full;
   return {logits.begin(), logits.end()};
 }
 
@@ -323,7 +325,10 @@ TEST_CASE("tiles have fewer queries where the partials of many heads over a long
                              .block_tables = table,
                              .slot_mapping = positions,
                              .logits_rows = {},
-                             .block_table_width = static_cast<int64_t>(table.size())});
+                             .block_table_width = static_cast<int64_t>(table.size()),
+                             .num_candidates = {},
+                             .log_sums = {}})
+                          .full;
     return std::vector<float>(rows.begin(), rows.end());
   };
   const std::vector<float> together = results(kContext - 40, kContext);

@@ -96,6 +96,13 @@ class Model:
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> None: ...
+    def head(
+        self, input: int, weight: int, bias: int, norm: Norm | None, scale: float, softcap: float, num_ids: int
+    ) -> None:
+        """
+        The end: logits, of which run() gives what is asked for; see exec/model.h.
+        """
+
     def select_rows(self, input: int, out: int) -> None: ...
     def add(self, a: int, b: int, out: int) -> None: ...
     def mul(self, a: int, b: int, out: int) -> None: ...
@@ -105,7 +112,11 @@ class Model:
     def slice(self, a: int, out: int, start: int) -> None: ...
     def norm(self, a: int, out: int, norm: Norm) -> None: ...
     def rope(self, a: int, out: int, table: int, style: str, head_dim: int) -> None: ...
-    def finish(self, output: int, kv_type: str, num_blocks: int, kv_layers: Sequence[tuple[int, int, int]]) -> None: ...
+    def finish(
+        self, output: int | None, kv_type: str, num_blocks: int, kv_layers: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """output: none after head()."""
+
     def lock_memory(self) -> None:
         """
         Keep weights and cache in memory; raises OSError where the system refuses.
@@ -113,17 +124,25 @@ class Model:
 
     def run(
         self,
-        token_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        query_start: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        seq_lens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        block_tables: Annotated[
-            NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        slot_mapping: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        logits_rows: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
-        """One step; the logits [rows, vocab] are valid until the next call."""
+        token_ids: NDArray[numpy.int32],
+        positions: NDArray[numpy.int32],
+        query_start: NDArray[numpy.int32],
+        seq_lens: NDArray[numpy.int32],
+        block_tables: NDArray[numpy.int32],
+        slot_mapping: NDArray[numpy.int32],
+        logits_rows: NDArray[numpy.int32],
+        num_candidates: NDArray[numpy.int32] | None = None,
+        log_sums: NDArray[numpy.bool_] | None = None,
+    ) -> tuple[
+        NDArray[numpy.float32],
+        NDArray[numpy.int32],
+        NDArray[numpy.int32],
+        NDArray[numpy.float32],
+        NDArray[numpy.float64],
+    ]:
+        """
+        One step; the fields of executors.base.Logits, which are valid until the next call.
+        """
 
 def instruction_sets() -> list[str]:
     """Names that Model accepts on this CPU."""
@@ -181,13 +200,22 @@ class BatchSampler:
     def __init__(self, pool: ThreadPool, isa: str, num_token_ids: int) -> None: ...
     def sample(
         self,
-        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        full: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        full_index: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        candidate_ids: Annotated[
+            NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        candidate_values: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        log_sums: Annotated[NDArray[numpy.float64], dict(shape=(None,), order="C", device="cpu", writable=False)],
         sequences: Sequence[SequenceSampling],
         positions: Sequence[int],
     ) -> list[tuple[int, str, tuple[float, int, list[tuple[int, float]]] | None]]: ...
     def logprobs(
         self,
-        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        full: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        full_index: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         tokens: Sequence[int],
         num_top: Sequence[int],
     ) -> list[tuple[int, str, tuple[float, int, list[tuple[int, float]]] | None]]: ...

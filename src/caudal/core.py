@@ -177,6 +177,11 @@ class Batch:
     slot_mapping: NDArray[np.int32]  # [T]
     logits_rows: NDArray[np.int32]  # [R]: ascending indices into the T tokens
     adapter_slots: NDArray[np.int32]  # [S]
+    # [R]: how many of a row's largest logits suffice, up to executors.base.MAX_CANDIDATES; 0: the whole row is
+    # needed. None: all rows whole.
+    num_candidates: NDArray[np.int32] | None = None
+    # [R]: whether the row's log-sum-exp is needed beside its candidates. None: nowhere.
+    log_sums: NDArray[np.bool_] | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -76,7 +76,7 @@ def load(
         remark = running.remark
     try:
         if draft is not None:
-            drafting = _draft_executor(draft, config, running)
+            drafting = _draft_executor(draft, config, running, tokenizer.vocab_size)
         engine = Engine(running, tokenizer, config, sampler, draft_executor=drafting)
     except BaseException:
         running.close()
@@ -106,7 +106,7 @@ def open_executor(
 ) -> tuple[Executor, Sampler]:
     """An executor filled with a checkpoint, and the sampler that goes with it.
 
-    `num_token_ids`: of the tokenizer, which the sampler never exceeds; default: as many as there are logits.
+    `num_token_ids`: of the tokenizer, beyond which no token is chosen; default: as many as there are logits.
     `reserve`: bytes of memory that others will take.
     `progress` and errors as for `load`.
     """
@@ -117,12 +117,12 @@ def open_executor(
         from caudal.engine.sampling import ReferenceSampler
         from caudal.executors.reference import ReferenceExecutor
 
-        reference = ReferenceExecutor(checkpoint, max_model_len=config.max_model_len)
+        reference = ReferenceExecutor(checkpoint, max_model_len=config.max_model_len, num_token_ids=num_token_ids)
         return reference, ReferenceSampler(num_token_ids or reference.vocab_size)
     from caudal.engine.native_sampling import NativeSampler
     from caudal.executors.native import NativeExecutor
 
-    native = NativeExecutor(checkpoint, config, progress=progress, reserve=reserve)
+    native = NativeExecutor(checkpoint, config, progress=progress, num_token_ids=num_token_ids, reserve=reserve)
     return native, NativeSampler(native.pool, native.isa, num_token_ids or native.vocab_size)
 
 
@@ -144,7 +144,7 @@ def _open_draft(path: Path, checkpoint: Checkpoint) -> Checkpoint:
     return draft
 
 
-def _draft_executor(draft: Checkpoint, config: EngineConfig, running: Executor) -> Executor:
+def _draft_executor(draft: Checkpoint, config: EngineConfig, running: Executor, num_token_ids: int) -> Executor:
     """An executor on the threads of the other one, with as much memory for its cache as its weights take. Sequences
     that do not fit there get no drafts."""
     from caudal.executors.native import NativeExecutor
@@ -152,11 +152,12 @@ def _draft_executor(draft: Checkpoint, config: EngineConfig, running: Executor) 
     if not isinstance(running, NativeExecutor):
         from caudal.executors.reference import ReferenceExecutor
 
-        return ReferenceExecutor(draft)
+        return ReferenceExecutor(draft, num_token_ids=num_token_ids)
     layout = running.kv_layout
     return NativeExecutor(
         draft,
         replace(config, max_model_len=0, kv_cache_memory=max(draft.num_bytes, _MIN_DRAFT_CACHE)),
         pool=running.pool,
+        num_token_ids=num_token_ids,
         reserve=layout.num_blocks * layout.block_bytes,
     )

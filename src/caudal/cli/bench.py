@@ -140,6 +140,7 @@ class Lanes:
         ]
         num_blocks = -(-test.max_tokens // block_size)
         self._block_size = block_size
+        self._vocab_size = vocab_size
         self._tables = np.arange(test.batch * num_blocks, dtype=np.int32).reshape(test.batch, num_blocks)
         self._num_computed = 0
 
@@ -148,12 +149,14 @@ class Lanes:
         import numpy as np
 
         from caudal.core import Batch
+        from caudal.engine.sampling import num_candidates
 
         start, self._num_computed = self._num_computed, end
         count, width = len(self.rows), end - start
         positions = np.arange(start, end, dtype=np.int32)
         slots = self._tables[:, positions // self._block_size] * self._block_size + positions % self._block_size
         query_start = np.arange(count + 1, dtype=np.int32) * width
+        logits_rows = query_start[1:] - 1 if logits else query_start[:0]
         return Batch(
             token_ids=np.array([row.token_ids[start:end] for row in self.rows], np.int32).ravel(),
             positions=np.tile(positions, count),
@@ -161,8 +164,9 @@ class Lanes:
             seq_lens=np.full(count, end, np.int32),
             block_tables=self._tables,
             slot_mapping=slots.ravel(),
-            logits_rows=query_start[1:] - 1 if logits else query_start[:0],
+            logits_rows=logits_rows,
             adapter_slots=np.zeros(count, np.int32),
+            num_candidates=np.full(len(logits_rows), num_candidates(self.rows[0].params, self._vocab_size), np.int32),
         )
 
 

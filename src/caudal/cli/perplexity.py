@@ -104,7 +104,7 @@ def chunk_losses(executor: Executor, token_ids: Sequence[int], step_tokens: int)
     for start in range(0, last, step_tokens):
         end = min(start + step_tokens, last)
         rows = range(max(first, start) - start, end - start)
-        logits = executor.run(sequence_batch(token_ids[start:end], start, table, block_size, rows))
+        logits = executor.run(sequence_batch(token_ids[start:end], start, table, block_size, rows)).full
         targets = np.asarray(token_ids[start + 1 : end + 1])[rows.start :]
         # One row at a time in float64: the whole would take several times the memory of the model.
         losses.append(

@@ -16,7 +16,7 @@ import numpy as np
 
 from caudal.core import Batch
 from caudal.engine.blocks import BlockPool
-from caudal.engine.sampling import SamplerRow
+from caudal.engine.sampling import SamplerRow, num_candidates
 from caudal.engine.speculation import MAX_STEP_ROWS
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class _Mirror:
     """A sequence as the draft model knows it."""
 
     row: SamplerRow  # with a token list of its own: the sequence's, then the draft's
+    num_candidates: int  # that its parameters need
     num_confirmed: int = 0  # tokens that are the sequence's for sure
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list[int])
@@ -55,11 +56,13 @@ class DraftModel:
     chances = (0.7, 0.7, 0.7, 0.7)  # by the place in the draft
     free = False
 
-    def __init__(self, executor: Executor, sampler: Sampler, max_step_tokens: int) -> None:
-        """`max_step_tokens`: that its steps may compute; a long prompt takes several calls before there are drafts."""
+    def __init__(self, executor: Executor, sampler: Sampler, num_token_ids: int, max_step_tokens: int) -> None:
+        """`num_token_ids`: that the sampler chooses from. `max_step_tokens`: that its steps may compute; a long prompt
+        takes several calls before there are drafts."""
         layout = executor.kv_layout
         self._executor = executor
         self._sampler = sampler
+        self._num_token_ids = num_token_ids
         self._max_step_tokens = max_step_tokens
         self._pool = BlockPool(layout.num_blocks, layout.block_size)
         self._max_len = min(executor.max_model_len, layout.num_blocks * layout.block_size)
@@ -117,7 +120,10 @@ class DraftModel:
                 presence_penalty=0.0,
                 frequency_penalty=0.0,
             )
-            mirror = self._mirrors[target] = _Mirror(replace(target.row, params=params, token_ids=[], state=None))
+            mirror = self._mirrors[target] = _Mirror(
+                replace(target.row, params=params, token_ids=[], state=None),
+                num_candidates(params, self._num_token_ids),
+            )
         self._mirrors.move_to_end(target)
         mirror.follow(target.row.token_ids)
         return mirror
@@ -167,6 +173,7 @@ class DraftModel:
         slots: list[int] = []
         query_start = [0]
         logits_rows: list[int] = []
+        candidates: list[int] = []
         tables = np.zeros((len(counts), max(len(mirror.block_table) for mirror in counts)), np.int32)
         for index, (mirror, count) in enumerate(counts.items()):
             end = mirror.num_computed + count
@@ -178,6 +185,7 @@ class DraftModel:
             tables[index, : len(mirror.block_table)] = mirror.block_table
             if end == len(mirror.row.token_ids):
                 logits_rows.append(len(token_ids) - 1)
+                candidates.append(0 if mirror.row.excludes_end else mirror.num_candidates)
         return Batch(
             token_ids=_int32(token_ids),
             positions=_int32(positions),
@@ -187,6 +195,7 @@ class DraftModel:
             slot_mapping=_int32(slots),
             logits_rows=_int32(logits_rows),
             adapter_slots=np.zeros(len(counts), np.int32),
+            num_candidates=_int32(candidates),
         )
 
 

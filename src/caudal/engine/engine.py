@@ -28,17 +28,15 @@ from caudal.core import (
 )
 from caudal.engine.blocks import BlockPool
 from caudal.engine.draft_model import DraftModel
-from caudal.engine.sampling import SampledToken, Sampler, SamplerRow, validate
+from caudal.engine.sampling import SampledToken, Sampler, SamplerRow, num_candidates, validate
 from caudal.engine.scheduler import Scheduler, wants_prompt_logits
 from caudal.engine.speculation import MAX_STEP_ROWS, Lookup, Speculation, Speculator
 from caudal.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from caudal.config import EngineConfig
     from caudal.core import SamplingParams
-    from caudal.executors.base import Executor
+    from caudal.executors.base import Executor, Logits
     from caudal.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -76,6 +74,7 @@ class _Generation:
     stop_token_ids: frozenset[int]
     max_num_tokens: int  # prompt and output
     prompt_logprobs: list[TokenLogprobs | None] | None
+    num_candidates: int  # largest logits that its parameters need; 0: all
     speculation: Speculation | None = None  # None: gets no drafts
     draft: list[int] = field(default_factory=list[int])  # behind the last token, in the step in progress
     table_row: int = -1  # in Engine._tables, while running
@@ -273,6 +272,7 @@ class Engine:
                     stop_token_ids=frozenset(end_token_ids),
                     max_num_tokens=max_num_tokens,
                     prompt_logprobs=prompt_logprobs if wants_prompt_logits(seq) else None,
+                    num_candidates=num_candidates(params, self._num_token_ids),
                     speculation=None if speculator is None else speculator.start(row),
                 )
             )
@@ -307,8 +307,8 @@ class Engine:
         try:
             step = self._build(plan, generations)
             logits = self._executor.run(step.batch)
-            if logits.shape != (len(step.batch.logits_rows), self._executor.vocab_size):
-                raise ValueError(f"the executor returned logits of shape {logits.shape}")
+            if len(logits) != len(step.batch.logits_rows) or logits.full.shape[1] != self._executor.vocab_size:
+                raise ValueError(f"the executor returned {len(logits)} rows of {logits.full.shape[1]} logits")
         except Exception as error:  # noqa: BLE001  (whatever failed, it must not end the loop)
             _log.exception("a step with %d sequences failed", len(plan))
             return [self._fail(generation, f"the step failed: {error}") for generation in generations]
@@ -360,7 +360,7 @@ class Engine:
             return Speculator(Lookup(), config.num_speculative_tokens)
         if self._draft_executor is None:
             raise InvalidSettingError("speculation must be lookup or off for an engine without a draft_executor")
-        proposer = DraftModel(self._draft_executor, self._sampler, config.max_num_batched_tokens)
+        proposer = DraftModel(self._draft_executor, self._sampler, self._num_token_ids, config.max_num_batched_tokens)
         return Speculator(proposer, config.num_speculative_tokens)
 
     def _add_drafts(self, speculator: Speculator, plan: dict[Sequence, int], generations: list[_Generation]) -> None:
@@ -395,6 +395,8 @@ class Engine:
         token_ids: list[int] = []
         table_rows: list[int] = []
         logits_rows: list[int] = []
+        candidates: list[int] = []  # of each logits row
+        log_sums: list[bool] = []
         samplers: dict[_Generation, int] = {}
         scores: dict[_Generation, list[tuple[int, int]]] = {}
         num_blocks = 0
@@ -407,6 +409,8 @@ class Engine:
                 scored = range(start, min(start + count, seq.num_prompt_tokens - 1))
                 scores[generation] = [(position + 1, len(logits_rows) + position - start) for position in scored]
                 logits_rows += [len(token_ids) + position - start for position in scored]
+                candidates += [0] * len(scored)
+                log_sums += [False] * len(scored)
             if count == 1:
                 token_ids.append(seq.token_ids[start])
             else:
@@ -414,7 +418,10 @@ class Engine:
                 token_ids += generation.draft
             if start + count == len(seq.token_ids) + len(generation.draft):
                 samplers[generation] = len(logits_rows)
-                logits_rows += range(len(token_ids) - 1 - len(generation.draft), len(token_ids))
+                num_rows = 1 + len(generation.draft)
+                logits_rows += range(len(token_ids) - num_rows, len(token_ids))
+                candidates += [0 if generation.row.excludes_end else generation.num_candidates] * num_rows
+                log_sums += [seq.request.params.logprobs is not None] * num_rows
         tables = self._tables[table_rows, :num_blocks]
         in_sequence = np.repeat(np.arange(len(plan)), counts)
         positions = np.arange(len(token_ids), dtype=np.int32) + (starts - query_start[:-1])[in_sequence]
@@ -429,6 +436,8 @@ class Engine:
             slot_mapping=slots,
             logits_rows=np.array(logits_rows, np.int32),
             adapter_slots=np.zeros(len(plan), np.int32),
+            num_candidates=np.array(candidates, np.int32),
+            log_sums=np.array(log_sums, np.bool_),
         )
         return _Step(batch, samplers, scores)
 
@@ -449,7 +458,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- after the step
 
-    def _score_prompts(self, step: _Step, logits: NDArray[np.float32]) -> list[RequestOutput]:
+    def _score_prompts(self, step: _Step, logits: Logits) -> list[RequestOutput]:
         """Fill in the logprobs of prompt tokens, each from the logits of the position before it. Gives the last
         outputs of those whose logits cannot be used."""
         failed: list[RequestOutput] = []
@@ -458,7 +467,7 @@ class Engine:
             token_ids = [seq.token_ids[position] for position, _ in scores]
             num_top = [seq.request.params.prompt_logprobs or 0] * len(scores)
             try:
-                found = self._sampler.token_logprobs(logits[[row for _, row in scores]], token_ids, num_top)
+                found = self._sampler.token_logprobs(logits.take([row for _, row in scores]), token_ids, num_top)
             except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
                 _log.exception("no prompt logprobs for request %s", seq.request.request_id)
                 failed.append(self._fail(generation, f"prompt logprobs failed: {error}"))
@@ -468,7 +477,7 @@ class Engine:
                 generation.prompt_logprobs[position] = entry
         return failed
 
-    def _extend(self, step: _Step, logits: NDArray[np.float32]) -> list[RequestOutput]:
+    def _extend(self, step: _Step, logits: Logits) -> list[RequestOutput]:
         """Give each sequence its next token, and more as long as they are those of its draft."""
         outputs: list[RequestOutput] = []
         speculating = [(g, g.speculation, g.seq.num_tokens) for g in step.samplers if g.speculation is not None]
@@ -503,12 +512,11 @@ class Engine:
             generation.num_table_entries = num_blocks
         generation.draft = []
 
-    def _sample(self, rows: dict[_Generation, int], logits: NDArray[np.float32]) -> list[SampledToken]:
+    def _sample(self, rows: dict[_Generation, int], logits: Logits) -> list[SampledToken]:
         """A token for each of these sequences, from its row of `logits`. If a batch fails, it is sampled row by row, so
         that only the guilty suffer."""
         if len(rows) < len(logits):
-            indices = list(rows.values())
-            logits = logits[indices[0]][None] if len(indices) == 1 else logits[indices]
+            logits = logits.take(list(rows.values()))
         samplers = [generation.row for generation in rows]
         try:
             return self._sampler.sample(logits, samplers)
@@ -517,7 +525,7 @@ class Engine:
         tokens: list[SampledToken] = []
         for index, (generation, row) in enumerate(zip(rows, samplers, strict=True)):
             try:
-                tokens += self._sampler.sample(logits[index : index + 1], [row])
+                tokens += self._sampler.sample(logits.take([index]), [row])
             except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
                 _log.exception("sampling for request %s failed", generation.seq.request.request_id)
                 tokens.append(SampledToken(-1, error=f"sampling failed: {error}"))

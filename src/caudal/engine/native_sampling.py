@@ -11,8 +11,7 @@ from caudal.engine.sampling import SampledToken, SamplerRow
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
+    from caudal.executors.base import Logits
 
 _Logprobs = tuple[float, int, list[tuple[int, float]]]  # logprob, rank, best tokens
 
@@ -25,20 +24,28 @@ class NativeSampler:
         self._sampler = _native.BatchSampler(pool, isa, num_token_ids)
         self._num_token_ids = num_token_ids
 
-    def sample(self, logits: NDArray[np.float32], rows: list[SamplerRow]) -> list[SampledToken]:
+    def sample(self, logits: Logits, rows: list[SamplerRow]) -> list[SampledToken]:
+        """Raises ValueError where candidates do not suffice."""
         states = [self._state(row) for row in rows]
-        results = self._sampler.sample(logits, states, [len(row.token_ids) for row in rows])
+        results = self._sampler.sample(
+            logits.full,
+            logits.full_index,
+            logits.candidate_ids,
+            logits.candidate_values,
+            logits.log_sums,
+            states,
+            [len(row.token_ids) for row in rows],
+        )
         return [
             SampledToken(token_id, None if found is None else _to_logprobs(token_id, found), error or None)
             for token_id, error, found in results
         ]
 
-    def token_logprobs(
-        self, logits: NDArray[np.float32], token_ids: Sequence[int], num_top: Sequence[int]
-    ) -> list[TokenLogprobs]:
-        """Raises ValueError where logits are not finite."""
+    def token_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """Raises ValueError where logits are not finite, or not whole."""
         found: list[TokenLogprobs] = []
-        for token_id, error, logprobs in self._sampler.logprobs(logits, list(token_ids), list(num_top)):
+        results = self._sampler.logprobs(logits.full, logits.full_index, list(token_ids), list(num_top))
+        for token_id, error, logprobs in results:
             if error or logprobs is None:
                 raise ValueError(error)
             found.append(_to_logprobs(token_id, logprobs))

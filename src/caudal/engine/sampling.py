@@ -30,11 +30,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from caudal.core import InvalidRequestError, Logprob, SamplingParams, TokenLogprobs
+from caudal.executors.base import MAX_CANDIDATES, log_sum_exp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from caudal.executors.base import Logits
 
 GREEDY_TEMPERATURE = 1e-5  # below it: greedy
 NOT_FINITE = "the model's logits are not finite numbers"
@@ -174,6 +177,32 @@ class SamplerRow:
         """Where the new token will stand, counted from 0."""
         return len(self.token_ids)
 
+    @property
+    def excludes_end(self) -> bool:
+        """Whether end tokens may not be chosen yet."""
+        return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens and bool(self.end_token_ids)
+
+
+def num_candidates(params: SamplingParams, num_token_ids: int) -> int:
+    """How many of the largest logits decide the token and its logprobs, once end tokens may be chosen; 0: all
+    logits count."""
+    if (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.logit_bias
+        or params.bad_token_ids
+        or params.allowed_token_ids is not None
+    ):
+        return 0
+    needed = 1
+    if params.temperature >= GREEDY_TEMPERATURE:
+        if params.top_n_sigma > 0 or not 0 < params.top_k < num_token_ids:
+            return 0
+        needed = params.top_k
+    needed = max(needed, min(params.logprobs or 0, num_token_ids))
+    return needed if needed <= MAX_CANDIDATES else 0
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
@@ -186,17 +215,18 @@ class Sampler(Protocol):
     """Chooses the next tokens of a whole batch, each row on its own. Made for a number of token ids: columns of
     the logits beyond it (padding) do not take part."""
 
-    def sample(self, logits: NDArray[np.float32], rows: list[SamplerRow]) -> list[SampledToken]:
-        """One token for each row of `logits` [R, V], which is left as it is. A row with NaN or without a token
-        that may be chosen gives an `error`, the others are not affected."""
+    def sample(self, logits: Logits, rows: list[SamplerRow]) -> list[SampledToken]:
+        """One token for each row of the logits, which are left as they are; whole rows and candidates give the same.
+        A row with NaN or without a token that may be chosen gives an `error`, the others are not affected.
+
+        Raises ValueError if a row has fewer candidates than its parameters need (`num_candidates`).
+        """
         ...
 
-    def token_logprobs(
-        self, logits: NDArray[np.float32], token_ids: Sequence[int], num_top: Sequence[int]
-    ) -> list[TokenLogprobs]:
-        """The log-softmax of each row of `logits` [R, V] at one token id [R], and at its `num_top` [R] best ones.
+    def token_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """The log-softmax of each row at one token id [R], and at its `num_top` [R] best ones.
 
-        Raises ValueError if a row is not finite.
+        Raises ValueError if a row is not finite, or not whole.
         """
         ...
 
@@ -228,20 +258,34 @@ class ReferenceSampler:
     def __init__(self, num_token_ids: int) -> None:
         self._num_token_ids = num_token_ids
 
-    def sample(self, logits: NDArray[np.float32], rows: list[SamplerRow]) -> list[SampledToken]:
-        return [self._sample_row(logits[i, : self._num_token_ids], row) for i, row in enumerate(rows)]
+    def sample(self, logits: Logits, rows: list[SamplerRow]) -> list[SampledToken]:
+        return [self._sample_row(*self._row(logits, i, row), row) for i, row in enumerate(rows)]
 
-    def token_logprobs(
-        self, logits: NDArray[np.float32], token_ids: Sequence[int], num_top: Sequence[int]
-    ) -> list[TokenLogprobs]:
-        if not np.isfinite(logits[:, : self._num_token_ids].max(axis=1)).all():
+    def token_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        if (logits.full_index < 0).any():
+            raise ValueError("a row of logits is not whole")
+        whole = logits.full[logits.full_index, : self._num_token_ids]
+        if not np.isfinite(whole.max(axis=1)).all():
             raise ValueError(NOT_FINITE)
         return [
-            _token_logprobs(logits[i, : self._num_token_ids], token_id, k)
-            for i, (token_id, k) in enumerate(zip(token_ids, num_top, strict=True))
+            _token_logprobs(x, log_sum_exp(x.astype(np.float64)), token_id, k)
+            for x, token_id, k in zip(whole, token_ids, num_top, strict=True)
         ]
 
-    def _sample_row(self, logits: NDArray[np.float32], row: SamplerRow) -> SampledToken:
+    def _row(self, logits: Logits, index: int, row: SamplerRow) -> tuple[NDArray[np.float32], float | None]:
+        """A row's logits and, unless it is whole, its log-sum-exp. What is not among its candidates becomes minus
+        infinity, as the parameters exclude it anyhow."""
+        if logits.full_index[index] >= 0:
+            return logits.full[logits.full_index[index], : self._num_token_ids], None
+        ids = logits.candidate_ids[index]
+        ids = ids[ids >= 0]
+        x = np.full(self._num_token_ids, -math.inf, np.float32)
+        x[ids] = logits.candidate_values[index, : len(ids)]
+        if len(ids) and not 0 < num_candidates(row.params, self._num_token_ids) <= len(ids) or row.excludes_end:
+            raise ValueError("a row has too few candidates for its parameters")
+        return x, float(logits.log_sums[index])
+
+    def _sample_row(self, logits: NDArray[np.float32], log_sum: float | None, row: SamplerRow) -> SampledToken:
         if not math.isfinite(logits.max()):  # NaN, infinity, or nothing but minus infinity
             return SampledToken(-1, error=NOT_FINITE)
         x = logits.astype(np.float64)
@@ -257,7 +301,9 @@ class ReferenceSampler:
             token_id = _draw(x / row.params.temperature, row)
         if row.params.logprobs is None:
             return SampledToken(token_id)
-        return SampledToken(token_id, _token_logprobs(logits, token_id, row.params.logprobs))
+        if log_sum is None:
+            log_sum = log_sum_exp(logits.astype(np.float64))
+        return SampledToken(token_id, _token_logprobs(logits, log_sum, token_id, row.params.logprobs))
 
 
 def _exclude(x: NDArray[np.float64], row: SamplerRow) -> None:
@@ -267,7 +313,7 @@ def _exclude(x: NDArray[np.float64], row: SamplerRow) -> None:
         allowed[list(params.allowed_token_ids)] = True
         x[~allowed] = -math.inf
     x[list(params.bad_token_ids)] = -math.inf
-    if len(row.token_ids) - row.num_prompt_tokens < params.min_tokens:
+    if row.excludes_end:
         x[list(row.end_token_ids)] = -math.inf
 
 
@@ -297,13 +343,13 @@ def _draw(x: NDArray[np.float64], row: SamplerRow) -> int:
         keep = np.sort(np.argsort(-x, kind="stable")[: params.top_k])
         kept, x = kept[keep], x[keep]
     if params.typical_p < 1:
-        log_p = x - _log_sum_exp(x)
+        log_p = x - log_sum_exp(x)
         p = np.exp(log_p)
         entropy = -float(np.sum(p * log_p))
         keep = _smallest_set(np.argsort(np.abs(-log_p - entropy), kind="stable"), p, params.typical_p)
         kept, x = kept[keep], x[keep]
     if params.top_p < 1:
-        p = np.exp(x - _log_sum_exp(x))
+        p = np.exp(x - log_sum_exp(x))
         keep = _smallest_set(np.argsort(-p, kind="stable"), p, params.top_p)
         kept, x = kept[keep], x[keep]
     sums = np.cumsum(np.exp(x - peak))
@@ -317,14 +363,9 @@ def _smallest_set(order: NDArray[np.intp], p: NDArray[np.float64], mass: float) 
     return np.sort(order[:count])
 
 
-def _log_sum_exp(x: NDArray[np.float64]) -> float:
-    peak = x.max()
-    return float(peak + np.log(np.sum(np.exp(x - peak))))
-
-
-def _token_logprobs(logits: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+def _token_logprobs(logits: NDArray[np.float32], log_sum: float, token_id: int, num_top: int) -> TokenLogprobs:
     x = logits.astype(np.float64)
-    log_p = x - _log_sum_exp(x)
+    log_p = x - log_sum
     rank = 1 + int(np.count_nonzero(x > x[token_id])) + int(np.count_nonzero(x[:token_id] == x[token_id]))
     chosen = Logprob(token_id, float(log_p[token_id]), rank)
     # All at least as large as the k-th largest, so that ties are broken by id and not by the partition.

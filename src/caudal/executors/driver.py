@@ -59,7 +59,7 @@ def run_tokens(
             range(end - start) if all_logits else range(end - start - 1, end - start) if end == len(token_ids) else ()
         )
         batch = sequence_batch(token_ids[start:end], start, table, layout.block_size, rows)
-        results.append(executor.run(batch).copy())
+        results.append(executor.run(batch).full.copy())
     return np.concatenate(results)
 
 

@@ -74,6 +74,7 @@ class Lowering:
     checkpoint: Checkpoint
     model: _native.Model
     pack: bool = True  # matrices are copied in the order of the kernels, or else used where they lie
+    num_token_ids: int | None = None  # columns of the logits that are tokens; None: all
     progress: Progress | None = None
     _readers: list[list[int]] = field(default_factory=list[list[int]])
     _producer: dict[int, Op] = field(default_factory=dict[int, Op])
@@ -92,7 +93,8 @@ class Lowering:
         for op in self.program.ops:
             if op.output not in self._done and not self._is_folded(op):
                 self._emit(op)
-        self.model.finish(self._values[self.program.output], kv_type, num_blocks, kv_layers(self.program))
+        # (None: the program ends in a head, which keeps its output)
+        self.model.finish(self._values.get(self.program.output), kv_type, num_blocks, kv_layers(self.program))
 
     # ---------------------------------------------------------------------------------------- patterns
 
@@ -155,6 +157,19 @@ class Lowering:
             return None
         other = add.inputs[1] if add.inputs[0] == op.output else add.inputs[0]
         return (add, other) if other in existing else None
+
+    def _head_tail(self, op: Op) -> list[Op] | None:
+        """The ops after this linear, if it makes the logits and only a scale and a softcap follow, in this order."""
+        if not self._is_logits_row(op.output) or len(self._reader_ops(op.inputs[0])) > 1:
+            return None
+        tail: list[Op] = []
+        last = op
+        for kind in ("scale", "softcap"):
+            reader = self._only_reader(last.output)
+            if reader is not None and reader.kind == kind:
+                tail.append(reader)
+                last = reader
+        return tail if last.output == self.program.output else None
 
     # ---------------------------------------------------------------------------------------- parts
 
@@ -227,7 +242,10 @@ class Lowering:
             case "embed":
                 self.model.embed(self._weight(op.weights[0], pack=False), self._new_value(op))
             case "linear":
-                self._emit_linears(op)
+                if (tail := self._head_tail(op)) is not None:
+                    self._emit_head(op, tail)
+                else:
+                    self._emit_linears(op)
             case "attention":
                 self._emit_attention(op)
             case "last_tokens":
@@ -236,12 +254,32 @@ class Lowering:
             case _:
                 self._emit_row_op(op)
 
+    def _normed_input(self, op: Op) -> tuple[int, _native.Norm | None]:
+        """The native input of a linear, and the norm that is folded into it."""
+        producer = self._producer[op.inputs[0]]
+        if self._is_folded(producer):
+            return self._value(producer.inputs[0]), self._norm(producer)
+        return self._value(op.inputs[0]), None
+
+    def _emit_head(self, op: Op, tail: list[Op]) -> None:
+        """The last phase, which need not store all logits."""
+        width = self.program.widths[op.output]
+        x, norm = self._normed_input(op)
+        self.model.head(
+            x,
+            self._weight(op.weights[0], pack=True),
+            self._bias(op),
+            norm,
+            scale=next((o.number("by") for o in tail if o.kind == "scale"), 1.0),
+            softcap=next((o.number("cap") for o in tail if o.kind == "softcap"), 0.0),
+            num_ids=min(self.num_token_ids or width, width),
+        )
+        self._done.update(o.output for o in (op, *tail))
+
     def _emit_linears(self, first: Op) -> None:
         """One phase for all linears of the same input."""
         source = first.inputs[0]
-        producer = self._producer[source]
-        norm = self._norm(producer) if self._is_folded(producer) else None
-        x = self._value(producer.inputs[0] if norm is not None else source)
+        x, norm = self._normed_input(first)
         existing = set(self._values)
         linears: list[_native.Linear] = []
         for op in self._reader_ops(source):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from caudal import _native
 from caudal.config import EngineConfig, format_size
 from caudal.core import InsufficientMemoryError, InvalidModelFileError, UnsupportedModelError
-from caudal.executors.base import KVLayout
+from caudal.executors.base import KVLayout, Logits
 from caudal.executors.lowering import Lowering, Progress, mapping, memory_need
 from caudal.executors.sizing import BLOCK_SIZE, plan_memory
 from caudal.executors.system import available_memory, lockable_memory, usable_cpus
@@ -15,9 +15,6 @@ from caudal.graph.passes import early_last_tokens
 from caudal.models import build_program
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from caudal.core import Batch
     from caudal.formats import Checkpoint
     from caudal.graph.program import Program
@@ -36,11 +33,13 @@ class NativeExecutor:
         progress: Progress | None = None,
         program: Program | None = None,
         pool: _native.ThreadPool | None = None,
+        num_token_ids: int | None = None,
         reserve: int = 0,
     ) -> None:
         """Records, packs and plans the model. program: a validated one to run in place of the checkpoint's model;
         config.max_model_len must then be given. pool: threads to share with another executor, which must not run at
-        the same time. reserve: bytes of memory that are promised to others.
+        the same time. num_token_ids: columns of the logits that candidates come from; default: all. reserve: bytes of
+        memory that are promised to others.
 
         Raises UnsupportedModelError (a part of the model or an option that is not supported), InvalidModelFileError
         and InsufficientMemoryError.
@@ -78,7 +77,7 @@ class NativeExecutor:
         self.pool = pool or _native.ThreadPool(config.num_threads or usable_cpus(), config.pin_threads)
         try:
             self._model: _native.Model | None = _native.Model(self.pool, config.isa, packed_bytes)
-            lowering = Lowering(program, checkpoint, self._model, plan.pack, progress)
+            lowering = Lowering(program, checkpoint, self._model, plan.pack, num_token_ids, progress)
             lowering.run(kv_type=config.kv_type, num_blocks=plan.num_blocks)
         except MemoryError as error:
             raise InsufficientMemoryError(
@@ -112,12 +111,13 @@ class NativeExecutor:
         assert self._model is not None, "the executor is closed"
         return self._model.num_phases
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """See `Executor.run`. Raises ValueError for arrays that do not describe a possible step, and
-        InvalidModelFileError where the file has been cut short since it was opened."""
+    def run(self, batch: Batch) -> Logits:
+        """See `Executor.run`; all rows are whole if the program does not end in a matrix product. Raises ValueError for
+        arrays that do not describe a possible step, and InvalidModelFileError where the file has been cut short since
+        it was opened."""
         assert self._model is not None, "the executor is closed"
         self._check_files()
-        return self._model.run(
+        fields = self._model.run(
             batch.token_ids,
             batch.positions,
             batch.query_start,
@@ -125,7 +125,10 @@ class NativeExecutor:
             batch.block_tables,
             batch.slot_mapping,
             batch.logits_rows,
+            batch.num_candidates,
+            batch.log_sums,
         )
+        return Logits(*fields)
 
     def close(self) -> None:
         self._model = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from caudal.core import InsufficientMemoryError, InvalidRequestError, UnsupportedModelError
-from caudal.executors.base import KVLayout
+from caudal.executors.base import KVLayout, Logits, asked_for
 from caudal.graph.ops import SPECS, Call, Step
 from caudal.models import build_program
 
@@ -29,10 +29,17 @@ class ReferenceExecutor:
     """Holds every weight as float32, so it wants several times the memory of a quantized file."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, max_model_len: int = 0, num_blocks: int = 0, program: Program | None = None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        max_model_len: int = 0,
+        num_blocks: int = 0,
+        program: Program | None = None,
+        num_token_ids: int | None = None,
     ) -> None:
         """max_model_len: 0: the model's context length. num_blocks: of the cache; 0: room for one sequence.
         program: a validated one to run in place of the checkpoint's model; max_model_len must then be given.
+        num_token_ids: columns of the logits that candidates come from; default: all.
 
         Raises UnsupportedModelError, InvalidModelFileError (from `build_program`) and InsufficientMemoryError.
         """
@@ -46,6 +53,7 @@ class ReferenceExecutor:
         num_blocks = num_blocks or -(-max_model_len // _BLOCK_SIZE)
         self._max_model_len = max_model_len
         self._program = program
+        self._num_token_ids = min(num_token_ids or self.vocab_size, self.vocab_size)
         self._weights = {name: checkpoint.tensors[name].to_float32() for name in program.weight_names}
         self._keys, self._values = _cache(program, num_blocks * _BLOCK_SIZE)
         num_bytes = sum(array.nbytes for array in (*self._keys, *self._values))
@@ -63,10 +71,11 @@ class ReferenceExecutor:
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    def run(self, batch: Batch) -> Array:
+    def run(self, batch: Batch) -> Logits:
         """See `Executor.run`. Raises InvalidRequestError for a token id outside the vocabulary."""
         step = Step(batch, self._keys, self._values, _BLOCK_SIZE)
-        return evaluate(self._program, self._weights, step)[self._program.output]
+        logits = evaluate(self._program, self._weights, step)[self._program.output]
+        return asked_for(logits, batch, self._num_token_ids)
 
     def close(self) -> None:
         self._weights.clear()
