@@ -44,10 +44,8 @@ void HeadOutput::start(int64_t rows, int64_t vocab, int64_t num_ids, std::span<c
   }
   if (width_ != 0) maxima_.resize(blocks);
   if (any_log_sum) sums_.resize(blocks);
-  if (num_full_ > full_capacity_) {
-    full_ = Region(static_cast<size_t>(num_full_ * vocab) * sizeof(float) + 64);
-    full_capacity_ = num_full_;
-  }
+  const size_t full_bytes = static_cast<size_t>(num_full_ * vocab) * sizeof(float);
+  if (full_bytes > full_.size()) full_ = Region(full_bytes);
 }
 
 void HeadOutput::add(int thread, int64_t row, int64_t first, const float* x, int64_t n) {

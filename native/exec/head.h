@@ -49,7 +49,6 @@ class HeadOutput {
   const Kernels& kernels_;
   int64_t rows_ = 0, vocab_ = 0, num_ids_ = 0, num_full_ = 0, width_ = 0, num_blocks_ = 0;
   Region full_;
-  int64_t full_capacity_ = 0;
   std::vector<int32_t> full_index_;
   std::vector<int32_t> num_candidates_;
   std::vector<uint8_t> wants_log_sum_;

@@ -16,7 +16,7 @@ from caudal.config import EngineConfig
 from caudal.core import Batch, FinishReason, Request, RequestOutput, SamplingParams
 from caudal.engine.engine import Engine
 from caudal.engine.sampling import ReferenceSampler, SamplerRow
-from caudal.executors.base import KVLayout
+from caudal.executors.base import KVLayout, Logits, asked_for, whole_rows
 from caudal.text.tokenizer import Tokenizer
 
 NUM_TOKEN_IDS = 260  # bytes, then control tokens
@@ -82,7 +82,10 @@ class FakeExecutor:
         self._positions = np.full(num_slots, -1, np.int64)
         self._states = np.zeros(num_slots, np.uint64)
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def run(self, batch: Batch) -> Logits:
+        return asked_for(self.all_logits(batch), batch, NUM_TOKEN_IDS)
+
+    def all_logits(self, batch: Batch) -> np.ndarray:
         if self.delay:
             time.sleep(self.delay)
         if self.fail_next is not None:
@@ -130,8 +133,13 @@ class FakeExecutor:
             states[token] = state
 
     def _check_shape(self, batch: Batch) -> None:
-        self._expect(all(array.dtype == np.int32 for array in _arrays(batch)), "an array is not int32")
-        self._expect(all(array.flags.c_contiguous for array in _arrays(batch)), "an array is not contiguous")
+        names = [name for name in Batch.__slots__ if getattr(batch, name) is not None]
+        types = {name: np.bool_ if name == "log_sums" else np.int32 for name in names}
+        self._expect(all(getattr(batch, name).dtype == types[name] for name in names), "an array of another type")
+        self._expect(
+            all(array.flags.c_contiguous for array in (getattr(batch, name) for name in names)),
+            "an array is not contiguous",
+        )
         self._expect(int(batch.query_start[-1]) == batch.num_tokens == len(batch.positions), "token counts differ")
         self._expect(bool(np.all(np.diff(batch.query_start) > 0)), "a sequence without tokens")
         self._expect(bool(np.all(np.diff(batch.logits_rows) > 0)), "logits_rows do not ascend")
@@ -142,10 +150,6 @@ class FakeExecutor:
         if not holds:
             self.violations.append(what)
             raise AssertionError(what)
-
-
-def _arrays(batch: Batch) -> list[np.ndarray]:
-    return [getattr(batch, name) for name in Batch.__slots__]
 
 
 def make_engine(executor: FakeExecutor | None = None, **config: object) -> tuple[Engine, FakeExecutor]:
@@ -177,7 +181,7 @@ def expected(request: Request, *, max_model_len: int = 256, index: int = 0) -> l
     sampler = ReferenceSampler(NUM_TOKEN_IDS)
     limit = min(len(tokens) + (params.max_tokens or max_model_len), max_model_len)
     while len(tokens) < limit:
-        token_id = sampler.sample(logits_after(history(tokens))[None], [row])[0].token_id
+        token_id = sampler.sample(whole_rows(logits_after(history(tokens))[None]), [row])[0].token_id
         tokens.append(token_id)
         if token_id in ends:
             break

@@ -10,6 +10,7 @@ from engine_fakes import NUM_TOKEN_IDS, FakeExecutor, history, logits_after, mak
 from caudal.engine.engine import Engine
 from caudal.engine.sampling import ReferenceSampler, SamplerRow
 from caudal.engine.speculation import LOOKUP_CHANCES, Chances, Speculation, Speculator
+from caudal.executors.base import whole_rows
 
 
 def future(row: SamplerRow, count: int) -> list[int]:
@@ -18,7 +19,7 @@ def future(row: SamplerRow, count: int) -> list[int]:
     copy = SamplerRow(row.params, row.seed, tokens, row.num_prompt_tokens, row.end_token_ids)
     sampler = ReferenceSampler(NUM_TOKEN_IDS)
     for _ in range(count):
-        (token,) = sampler.sample(logits_after(history(tokens))[None], [copy])
+        (token,) = sampler.sample(whole_rows(logits_after(history(tokens))[None]), [copy])
         tokens.append(max(token.token_id, 0))
     return tokens[len(row.token_ids) :]
 

@@ -35,6 +35,7 @@ from caudal.core import (
 )
 from caudal.engine.engine import Engine
 from caudal.engine.sampling import ReferenceSampler, SampledToken
+from caudal.executors.base import asked_for
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -656,7 +657,7 @@ class FlatExecutor(FakeExecutor):
     """Costs nothing: the same logits for every row."""
 
     def run(self, batch):
-        return self.flat[: len(batch.logits_rows)]
+        return asked_for(self.flat[: len(batch.logits_rows)], batch, NUM_TOKEN_IDS)
 
     flat = np.zeros((64, 272), np.float32)
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from caudal import _native
 from caudal.core import SamplingParams
 from caudal.engine.native_sampling import NativeSampler
-from caudal.engine.sampling import ReferenceSampler, SamplerRow
+from caudal.engine.sampling import NOT_FINITE, ReferenceSampler, SamplerRow, num_candidates
+from caudal.executors.base import asked_for, whole_rows
+
+if TYPE_CHECKING:
+    from caudal.core import Batch
+    from caudal.executors.base import Logits
 
 VOCAB, IDS = 1000, 990
 
@@ -55,8 +64,8 @@ def test_equals_the_reference(native: NativeSampler, params: SamplingParams) -> 
     logits = rng.normal(0, 3, (200, VOCAB)).astype(np.float32)
     logits[:, IDS:] = 1e9  # padding of the head is never chosen
     rows = make_rows(rng, params, len(logits))
-    expected = ReferenceSampler(IDS).sample(logits, rows)
-    found = native.sample(logits, rows)
+    expected = ReferenceSampler(IDS).sample(whole_rows(logits), rows)
+    found = native.sample(whole_rows(logits), rows)
     same = [a.token_id == b.token_id for a, b in zip(expected, found, strict=True)]
     assert np.mean(same) >= (1.0 if params.temperature == 0 else 0.98)
     for a, b in zip(expected, found, strict=True):
@@ -81,7 +90,7 @@ def test_history_grows_with_the_sequence(native: NativeSampler) -> None:
     logits[0, [10, 11, 12]] = [1.0, 0.9, 0.8]
     row = SamplerRow(SamplingParams(temperature=0, presence_penalty=0.5), 0, [1], 1, ())
     for expected in (10, 11, 12, 10):
-        token = native.sample(logits, [row])[0].token_id
+        token = native.sample(whole_rows(logits), [row])[0].token_id
         assert token == expected
         row.token_ids.append(token)
 
@@ -90,10 +99,10 @@ def test_a_bad_row_does_not_touch_the_others(native: NativeSampler) -> None:
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 3, (4, VOCAB)).astype(np.float32)
     rows = make_rows(rng, SamplingParams(logprobs=2), 4)
-    alone = [native.sample(logits[i : i + 1], [replace(rows[i], state=None)])[0] for i in range(4)]
+    alone = [native.sample(whole_rows(logits[i : i + 1]), [replace(rows[i], state=None)])[0] for i in range(4)]
     logits[1, 5] = np.nan
     rows[2].params = replace(rows[2].params, allowed_token_ids=(3,), bad_token_ids=(3,))
-    found = native.sample(logits, rows)
+    found = native.sample(whole_rows(logits), rows)
     assert found[0] == alone[0]
     assert found[3] == alone[3]
     assert found[1].error is not None
@@ -106,8 +115,8 @@ def test_prompt_logprobs(native: NativeSampler) -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(0, 3, (6, VOCAB)).astype(np.float32)
     ids, tops = rng.integers(0, IDS, 6).tolist(), [0, 1, 2, 3, 20, 0]
-    expected = ReferenceSampler(IDS).token_logprobs(logits, ids, tops)
-    found = native.token_logprobs(logits, ids, tops)
+    expected = ReferenceSampler(IDS).token_logprobs(whole_rows(logits), ids, tops)
+    found = native.token_logprobs(whole_rows(logits), ids, tops)
     for a, b in zip(expected, found, strict=True):
         assert (b.chosen.token_id, b.chosen.rank) == (a.chosen.token_id, a.chosen.rank)
         assert b.chosen.logprob == pytest.approx(a.chosen.logprob, abs=2e-5)
@@ -117,10 +126,111 @@ def test_prompt_logprobs(native: NativeSampler) -> None:
 def test_bad_arguments() -> None:
     sampler = _native.BatchSampler(_native.ThreadPool(1, False), "auto", IDS)
     logits = np.zeros((2, VOCAB), np.float32)
+    index, no_ids, no_values, no_sums = (
+        np.arange(2, dtype=np.int32),
+        *(np.zeros((2, 0), t) for t in ("i4", "f4")),
+        np.zeros(2),
+    )
     with pytest.raises(ValueError, match="fit"):
-        sampler.sample(logits, [], [])
+        sampler.sample(logits, index, no_ids, no_values, no_sums, [], [])
     with pytest.raises(ValueError, match="out of range"):
-        sampler.logprobs(logits, [1, IDS], [0, 0])
+        sampler.logprobs(logits, index, [1, IDS], [0, 0])
     with pytest.raises(ValueError, match="out of range"):
-        sampler.logprobs(logits, [1, 2], [0, -1])
-    assert sampler.sample(logits[:0], [], []) == []
+        sampler.logprobs(logits, index, [1, 2], [0, -1])
+    with pytest.raises(ValueError, match="out of range"):
+        sampler.logprobs(logits, np.array([0, 2], np.int32), [1, 2], [0, 0])
+    assert sampler.sample(logits, index[:0], no_ids[:0], no_values[:0], no_sums[:0], [], []) == []
+
+
+# ------------------------------------------------------------------------------------------- candidates
+
+SUFFICE = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.integers(1, 60),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    typical_p=st.sampled_from([1.0, 0.8, 0.2]),
+    logprobs=st.sampled_from([None, 0, 1, 5, 20]),
+)
+
+
+def candidates_of(logits: np.ndarray, rows: list[SamplerRow], extra: int = 0) -> Logits:
+    """What an executor gives for the rows: no more than they ask for, but for `extra`."""
+    counts = [num_candidates(row.params, IDS) for row in rows]
+    batch = SimpleNamespace(
+        num_candidates=np.array([k + extra if k else 0 for k in counts], np.int32),
+        log_sums=np.array([row.params.logprobs is not None for row in rows]),
+    )
+    return asked_for(logits, cast("Batch", batch), IDS)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    params=st.lists(SUFFICE, min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+    levels=st.sampled_from([2, 9, 2**20]),
+    extra=st.integers(0, 3),
+)
+def test_candidates_give_what_whole_rows_give(
+    native: NativeSampler, params: list[SamplingParams], seed: int, levels: int, extra: int
+) -> None:
+    """Few levels: many equal logits."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.integers(0, levels, (len(params), VOCAB)) * (12.0 / levels)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[:, 5] = 0.0  # at least one is finite
+    logits[:, IDS:] = 1e9
+    rows = [row for p in params for row in make_rows(rng, p, 1)]
+    fewer = candidates_of(logits, rows, extra)
+    for sampler in (native, ReferenceSampler(IDS)):
+        whole = sampler.sample(whole_rows(logits), [replace(row, state=None) for row in rows])
+        found = sampler.sample(fewer, [replace(row, state=None) for row in rows])
+        for a, b in zip(whole, found, strict=True):
+            assert (b.token_id, b.error) == (a.token_id, a.error)
+            assert (b.logprobs is None) == (a.logprobs is None)
+            if a.logprobs and b.logprobs:
+                assert b.logprobs.chosen.rank == a.logprobs.chosen.rank
+                # The sums come from numpy here; the executor's own are compared bit by bit elsewhere.
+                assert b.logprobs.chosen.logprob == pytest.approx(a.logprobs.chosen.logprob, abs=2e-5)
+                assert [t.token_id for t in b.logprobs.top] == [t.token_id for t in a.logprobs.top]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_candidates_of_a_row_that_is_not_finite(native: NativeSampler, bad: float) -> None:
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, :IDS] = bad if bad < 0 else 0.0
+    logits[0, 17] = bad
+    rows = make_rows(np.random.default_rng(0), SamplingParams(temperature=0, logprobs=1), 2)
+    for sampler in (native, ReferenceSampler(IDS)):
+        found = sampler.sample(candidates_of(logits, rows), rows)
+        assert found[0].error == NOT_FINITE
+        assert (found[1].token_id, found[1].error) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(top_k=IDS),
+        SamplingParams(top_k=5, top_n_sigma=1.0),
+        SamplingParams(top_k=5, repetition_penalty=1.1),
+        SamplingParams(top_k=5, presence_penalty=0.1),
+        SamplingParams(top_k=5, frequency_penalty=0.1),
+        SamplingParams(top_k=5, logit_bias=((1, 1.0),)),
+        SamplingParams(top_k=5, bad_token_ids=(1,)),
+        SamplingParams(top_k=5, allowed_token_ids=(1,)),
+        SamplingParams(top_k=5, logprobs=20),
+        SamplingParams(top_k=5, min_tokens=100),
+    ],
+    ids=lambda p: ",".join(describe(p)),
+)
+def test_too_few_candidates_are_refused(native: NativeSampler, params: SamplingParams) -> None:
+    """Rather than a token that all logits would not give."""
+    logits = np.random.default_rng(3).normal(0, 3, (1, VOCAB)).astype(np.float32)
+    fewer = asked_for(
+        logits, cast("Batch", SimpleNamespace(num_candidates=np.array([5], np.int32), log_sums=None)), IDS
+    )
+    for sampler in (native, ReferenceSampler(IDS)):
+        with pytest.raises(ValueError, match="candidates"):
+            sampler.sample(fewer, make_rows(np.random.default_rng(0), params, 1))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from caudal.core import InvalidRequestError, SamplingParams
 from caudal.engine import sampling
 from caudal.engine.sampling import ReferenceSampler, SamplerRow, philox4x32, uniform, validate
+from caudal.executors.base import whole_rows
 
 V = 50
 
@@ -31,7 +32,7 @@ def draws(x: np.ndarray, count: int, **params: object) -> Counter[int]:
     """How often each token is drawn, with another seed each time."""
     sampler = ReferenceSampler(len(x))
     rows = [row(seed=seed, **params) for seed in range(count)]
-    tokens = sampler.sample(np.broadcast_to(x, (count, len(x))), rows)
+    tokens = sampler.sample(whole_rows(np.broadcast_to(x, (count, len(x)))), rows)
     assert all(token.error is None for token in tokens)
     return Counter(token.token_id for token in tokens)
 
@@ -85,11 +86,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     sampler = ReferenceSampler(V)
     xs = np.stack([logits(i) for i in range(20)])
     rows = [row(seed=i, temperature=1.0, top_p=0.9, tokens=(1,) * (1 + i), num_prompt=1) for i in range(20)]
-    together = sampler.sample(xs, rows)
+    together = sampler.sample(whole_rows(xs), rows)
     order = [7, 3, 19, 0, 11]
-    assert [together[i] for i in order] == sampler.sample(xs[order], [rows[i] for i in order])
+    assert [together[i] for i in order] == sampler.sample(whole_rows(xs[order]), [rows[i] for i in order])
     for i in range(20):
-        assert sampler.sample(xs[i : i + 1], [rows[i]]) == [together[i]]
+        assert sampler.sample(whole_rows(xs[i : i + 1]), [rows[i]]) == [together[i]]
 
 
 def test_the_position_changes_the_number_and_nothing_else_does() -> None:
@@ -179,9 +180,9 @@ def test_frequency_and_presence_penalties_over_output_only() -> None:
     assert found == {4: 1}
     sampler = ReferenceSampler(V)
     twice = row(tokens=(1, 1, 1, 3, 3), num_prompt=3, temperature=0.0, frequency_penalty=0.3)
-    assert sampler.sample(x[None], [twice])[0].token_id == 4
+    assert sampler.sample(whole_rows(x[None]), [twice])[0].token_id == 4
     once = row(tokens=(1, 1, 1, 3), num_prompt=3, temperature=0.0, frequency_penalty=0.3)
-    assert sampler.sample(x[None], [once])[0].token_id == 3
+    assert sampler.sample(whole_rows(x[None]), [once])[0].token_id == 3
 
 
 def test_bias_and_exclusions() -> None:
@@ -206,15 +207,15 @@ def test_min_tokens_excludes_end_tokens() -> None:
     sampler = ReferenceSampler(V)
     early = row(tokens=(1, 2, 3, 4), num_prompt=2, temperature=0.0, min_tokens=3)
     late = row(tokens=(1, 2, 3, 4, 5), num_prompt=2, temperature=0.0, min_tokens=3)
-    assert sampler.sample(np.stack([x, x]), [early, late])[0].token_id != 0
-    assert sampler.sample(np.stack([x, x]), [early, late])[1].token_id == 0
+    assert sampler.sample(whole_rows(np.stack([x, x])), [early, late])[0].token_id != 0
+    assert sampler.sample(whole_rows(np.stack([x, x])), [early, late])[1].token_id == 0
 
 
 def test_bad_rows_do_not_touch_good_ones() -> None:
     xs = np.stack([logits(i) for i in range(5)])
     xs[1, 3], xs[2, 3], xs[3] = np.nan, np.inf, -np.inf
     rows = [row(temperature=1.0) for _ in range(4)] + [row(allowed_token_ids=(4,), bad_token_ids=(4,))]
-    tokens = ReferenceSampler(V).sample(xs, rows)
+    tokens = ReferenceSampler(V).sample(whole_rows(xs), rows)
     assert tokens[0].error is None
     assert ["not finite" in str(token.error) for token in tokens[1:4]] == [True] * 3
     assert "excludes every token" in str(tokens[4].error)
@@ -223,7 +224,7 @@ def test_bad_rows_do_not_touch_good_ones() -> None:
 def test_padding_of_the_vocabulary_takes_no_part() -> None:
     x = np.zeros((1, V + 14), np.float32)
     x[0, V:] = np.nan
-    token = ReferenceSampler(V).sample(x, [row(temperature=1.0, logprobs=20)])[0]
+    token = ReferenceSampler(V).sample(whole_rows(x), [row(temperature=1.0, logprobs=20)])[0]
     assert token.error is None
     assert token.token_id < V
     assert token.logprobs is not None
@@ -233,7 +234,9 @@ def test_padding_of_the_vocabulary_takes_no_part() -> None:
 def test_logits_are_left_as_they_are() -> None:
     x = logits(9)[None].copy()
     before = x.copy()
-    ReferenceSampler(V).sample(x, [row(temperature=0.7, repetition_penalty=1.3, bad_token_ids=(1,), logprobs=2)])
+    ReferenceSampler(V).sample(
+        whole_rows(x), [row(temperature=0.7, repetition_penalty=1.3, bad_token_ids=(1,), logprobs=2)]
+    )
     assert np.array_equal(x, before)
 
 
@@ -244,7 +247,7 @@ def test_logprobs_come_from_the_raw_logits() -> None:
     x = logits(10)
     log_p = np.log(softmax(x))
     token = ReferenceSampler(V).sample(
-        x[None], [row(temperature=0.0, logit_bias=((17, 100.0),), logprobs=4, repetition_penalty=2.0)]
+        whole_rows(x[None]), [row(temperature=0.0, logit_bias=((17, 100.0),), logprobs=4, repetition_penalty=2.0)]
     )[0]
     assert token.token_id == 17
     assert token.logprobs is not None
@@ -256,13 +259,13 @@ def test_logprobs_come_from_the_raw_logits() -> None:
 def test_ranks_of_equal_logits_follow_the_ids() -> None:
     x = np.zeros((1, V), np.float32)
     x[0, 9] = 1
-    [entry] = ReferenceSampler(V).token_logprobs(x, [2], [4])
+    [entry] = ReferenceSampler(V).token_logprobs(whole_rows(x), [2], [4])
     assert [t.token_id for t in entry.top] == [9, 0, 1, 2]
     assert (entry.chosen.token_id, entry.chosen.rank) == (2, 4)
 
 
 def test_no_top_logprobs() -> None:
-    [entry] = ReferenceSampler(V).token_logprobs(logits()[None], [3], [0])
+    [entry] = ReferenceSampler(V).token_logprobs(whole_rows(logits()[None]), [3], [0])
     assert entry.top == ()
 
 
@@ -285,7 +288,7 @@ def test_every_combination_gives_a_token(seed: int, scale: float, penalty: float
     r = row(seed, presence_penalty=penalty, frequency_penalty=penalty, logprobs=5, **params)
     validate(r.params, V, 100)
     with np.errstate(all="raise", under="ignore"):
-        token = ReferenceSampler(V).sample(x[None], [r])[0]
+        token = ReferenceSampler(V).sample(whole_rows(x[None]), [r])[0]
     assert token.error is None
     assert 0 <= token.token_id < V
     assert x[token.token_id] > -np.inf

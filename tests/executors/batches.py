@@ -50,6 +50,6 @@ def run_chunks(executor: Executor, token_ids: list[int], blocks: list[int], chun
     logits = None
     for start in range(0, len(token_ids), chunk):
         part = Part(token_ids[start : start + chunk], start, blocks)
-        logits = executor.run(build([part], executor.kv_layout.block_size)).copy()
+        logits = executor.run(build([part], executor.kv_layout.block_size)).full.copy()
     assert logits is not None
     return logits[-1]

@@ -11,7 +11,10 @@ from batches import Part, build, run_chunks
 
 from caudal import _native
 from caudal.config import EngineConfig
-from caudal.core import InsufficientMemoryError, UnsupportedModelError
+from caudal.core import InsufficientMemoryError, SamplingParams, UnsupportedModelError
+from caudal.engine.native_sampling import NativeSampler
+from caudal.engine.sampling import SamplerRow
+from caudal.executors.base import MAX_CANDIDATES, asked_for, whole_rows
 from caudal.executors.native import NativeExecutor
 from caudal.formats import open_checkpoint
 from caudal.graph.program import Builder
@@ -51,6 +54,28 @@ def small_models() -> list[str]:
 class TestSameBits:
     """Design rule 8: results do not depend on the batch, the chunks, the blocks or the threads."""
 
+    def test_candidates_are_the_largest_of_the_whole_row(self, smol: NativeExecutor) -> None:
+        """For every number of rows and threads' share of the vocabulary; sums give the same logprobs, bit by bit."""
+        sampler = NativeSampler(smol.pool, smol.isa, 49152)
+        for count in (1, 3, 17):
+            parts = [Part(tokens(5 + i, 49152, i), 0, [i]) for i in range(count)]
+            batch = build(parts, smol.kv_layout.block_size)
+            whole = smol.run(batch).full.copy()
+            counts = np.array([(0, 1, 40, MAX_CANDIDATES)[i % 4] for i in range(1, count + 1)], np.int32)
+            fewer = replace(batch, num_candidates=counts, log_sums=counts > 0)
+            expected, found = asked_for(whole, fewer, 49152), smol.run(fewer)
+            assert np.array_equal(found.full, expected.full)
+            assert np.array_equal(found.full_index, expected.full_index)
+            assert np.array_equal(found.candidate_ids, expected.candidate_ids)
+            assert np.array_equal(found.candidate_values, expected.candidate_values)
+            assert np.allclose(found.log_sums, expected.log_sums, rtol=0, atol=1e-5, equal_nan=True)
+            rows = [
+                SamplerRow(SamplingParams(top_k=max(1, int(k)), logprobs=1), i, [1], 1, ())
+                for i, k in enumerate(counts)
+            ]
+            chosen = sampler.sample(found, rows)
+            assert chosen == sampler.sample(whole_rows(whole), rows)
+
     def test_chunks_and_scattered_blocks(self, smol: NativeExecutor) -> None:
         ids = tokens(600, 49152)
         order = np.random.default_rng(1).permutation(smol.kv_layout.num_blocks)[:19].tolist()
@@ -75,19 +100,19 @@ class TestSameBits:
         ]
         for place in (0, 13, 31):
             parts = [*others[:place], Part(ids, 0, [0, 1, 2]), *others[place:]]
-            assert np.array_equal(smol.run(build(parts, size))[place], alone)
+            assert np.array_equal(smol.run(build(parts, size)).full[place], alone)
         # Everybody decodes one more token.
-        alone = smol.run(build([Part([77], 70, [0, 1, 2])], size))[0].copy()
+        alone = smol.run(build([Part([77], 70, [0, 1, 2])], size)).full[0].copy()
         steps = [Part([7 + i], int(n), p.blocks) for i, (n, p) in enumerate(zip(lengths, others, strict=True))]
-        together = smol.run(build([*steps[:5], Part([77], 70, [0, 1, 2]), *steps[5:]], size))
+        together = smol.run(build([*steps[:5], Part([77], 70, [0, 1, 2]), *steps[5:]], size)).full
         assert np.array_equal(together[5], alone)
 
     def test_all_logits_equal_last_logits(self, smol: NativeExecutor) -> None:
         ids = tokens(40, 49152, seed=5)
         size = smol.kv_layout.block_size
-        every = smol.run(build([Part(ids, 0, [0, 1], all_logits=True)], size)).copy()
+        every = smol.run(build([Part(ids, 0, [0, 1], all_logits=True)], size)).full.copy()
         for n in (1, 2, 17, 40):
-            assert np.array_equal(smol.run(build([Part(ids[:n], 0, [2, 3])], size))[0], every[n - 1])
+            assert np.array_equal(smol.run(build([Part(ids[:n], 0, [2, 3])], size)).full[0], every[n - 1])
 
     @pytest.mark.parametrize("kv_type", ["f16", "q8"])
     def test_threads(self, smollm2: Path, kv_type: str) -> None:
@@ -164,14 +189,14 @@ class TestRefusals:
     )
     def test_impossible_batches(self, executor: NativeExecutor, field: str, value: list, message: str) -> None:
         good = build([Part([1, 2, 3], 0, [0])], 32)
-        before = executor.run(good).copy()
+        before = executor.run(good).full.copy()
         with pytest.raises(ValueError, match=message):
             executor.run(replace(good, **{field: np.asarray(value, np.int32)}))
-        assert np.array_equal(executor.run(good), before)
+        assert np.array_equal(executor.run(good).full, before)
 
     def test_a_batch_without_logits(self, executor: NativeExecutor) -> None:
         batch = replace(build([Part([1, 2, 3], 0, [0])], 32), logits_rows=np.zeros(0, np.int32))
-        assert executor.run(batch).shape == (0, 512)
+        assert executor.run(batch).full.shape == (0, 512)
 
     def test_options(self) -> None:
         checkpoint = open_checkpoint(shared_dir("data", "models", "stories260K-f32.gguf"))
@@ -244,5 +269,5 @@ def test_two_models_do_not_influence_each_other() -> None:
     ids = tokens(20, 512)
     alone = run_chunks(a, ids, [0], 20)
     run_chunks(b, tokens(20, 512, seed=1), [0], 20)
-    assert np.array_equal(a.run(build([Part([5], 20, [0])], 32)), a.run(build([Part([5], 20, [0])], 32)))
+    assert np.array_equal(a.run(build([Part([5], 20, [0])], 32)).full, a.run(build([Part([5], 20, [0])], 32)).full)
     assert np.array_equal(run_chunks(b, ids, [3], 20), alone)

@@ -41,7 +41,7 @@ def test_sequences_in_one_batch_do_not_touch_each_other(case: ExecutorCase, arch
                 for tokens, table in zip(SEQUENCES, TABLES, strict=True)
             ]
         )
-        assert_same(case, executor.run(batch), alone)
+        assert_same(case, executor.run(batch).full, alone)
 
 
 @each_executor
@@ -59,7 +59,7 @@ def test_chunks_and_decodes_of_several_sequences_mix(case: ExecutorCase):
                     pieces.append(sequence_batch(piece, done[i], TABLES[i], 32, range(len(piece))))
                     expected.append(alone[i][done[i] : end])
                     done[i] = end
-            assert_same(case, executor.run(merge(pieces)), np.concatenate(expected))
+            assert_same(case, executor.run(merge(pieces)).full, np.concatenate(expected))
 
 
 @each_executor
@@ -70,7 +70,7 @@ def test_blocks_may_be_shared_and_reused(case: ExecutorCase):
         other = [*tokens[:32], 1, 2, 3]
         expected = last_row(executor, other)
         run_tokens(executor, tokens)  # leaves its first 32 tokens in block 0
-        assert_same(case, executor.run(sequence_batch(other[32:], 32, [0, 8], 32, [2]))[0], expected)
+        assert_same(case, executor.run(sequence_batch(other[32:], 32, [0, 8], 32, [2])).full[0], expected)
         run_tokens(executor, SEQUENCES[1])  # overwrites the blocks 0 and 1
         assert_same(case, last_row(executor, other), expected)
 
@@ -78,10 +78,10 @@ def test_blocks_may_be_shared_and_reused(case: ExecutorCase):
 @each_executor
 def test_a_step_without_logits(case: ExecutorCase):
     with closing(case.open(model(), max_model_len=256)) as executor:
-        assert executor.run(sequence_batch([1, 2, 3], 0, [0], 32, [])).shape == (0, 64)
+        assert executor.run(sequence_batch([1, 2, 3], 0, [0], 32, [])).full.shape == (0, 64)
         expected = last_row(executor, [1, 2, 3, 4])
         executor.run(sequence_batch([1, 2, 3], 0, [0], 32, []))
-        assert_same(case, executor.run(sequence_batch([4], 3, [0], 32, [0]))[0], expected)
+        assert_same(case, executor.run(sequence_batch([4], 3, [0], 32, [0])).full[0], expected)
 
 
 @each_executor

@@ -42,7 +42,7 @@ def some_logits(executor: NativeExecutor) -> list[np.ndarray]:
         run_chunks(executor, ids, [0, 1, 2, 3, 4], 130),
         run_chunks(executor, ids[:20], [3], 1),
         run_chunks(executor, ids[:40], [1, 3], 9),
-        executor.run(build(together, executor.kv_layout.block_size)).copy(),
+        executor.run(build(together, executor.kv_layout.block_size)).full.copy(),
     ]
 
 
@@ -237,7 +237,7 @@ def test_a_file_cut_short_ends_requests_and_not_the_process(own_file: Path, conf
     checkpoint = open_checkpoint(own_file)
     batch = build([Part([5, 6, 7], 0, [0])], 32)
     with closing(NativeExecutor(checkpoint, config)) as executor:
-        before = executor.run(batch).copy()
+        before = executor.run(batch).full.copy()
         content = own_file.read_bytes()
         os.truncate(own_file, len(content) - mmap.PAGESIZE)
         with pytest.raises(InvalidModelFileError, match=r"model\.gguf: the file was cut short"):
@@ -245,13 +245,13 @@ def test_a_file_cut_short_ends_requests_and_not_the_process(own_file: Path, conf
         with pytest.raises(InvalidModelFileError, match="cut short"):
             NativeExecutor(checkpoint, config)
         own_file.write_bytes(content)
-        assert np.array_equal(executor.run(batch), before)
+        assert np.array_equal(executor.run(batch).full, before)
 
 
 def test_a_file_replaced_by_name_does_not_matter(own_file: Path):
     batch = build([Part([5, 6, 7], 0, [0])], 32)
     with closing(NativeExecutor(open_checkpoint(own_file), IN_PLACE)) as executor:
-        before = executor.run(batch).copy()
+        before = executor.run(batch).full.copy()
         (own_file.parent / "new").write_bytes(b"something else")
         (own_file.parent / "new").replace(own_file)
-        assert np.array_equal(executor.run(batch), before)
+        assert np.array_equal(executor.run(batch).full, before)

@@ -134,7 +134,7 @@ def check_smollm2(case: ExecutorCase, path: Path, prompts: range) -> None:
             for start in range(0, num_before, 256):
                 executor.run(sequence_batch(tokens[start : min(start + 256, num_before)], start, table, size, ()))
             rows = range(len(tokens) - num_before)
-            got = logprobs(executor.run(sequence_batch(tokens[num_before:], num_before, table, size, rows)))
+            got = logprobs(executor.run(sequence_batch(tokens[num_before:], num_before, table, size, rows)).full)
             ids, expected = np.array(reference["ids"]), np.array(reference["lp"])
             differences.append(np.abs(np.take_along_axis(got, ids, 1) - expected)[:, :10].reshape(-1))
             flips += int(np.sum((got.argmax(axis=1) != ids[:, 0]) & (expected[:, 0] - expected[:, 1] > 0.5)))

@@ -281,7 +281,7 @@ class ReferenceSampler:
         ids = ids[ids >= 0]
         x = np.full(self._num_token_ids, -math.inf, np.float32)
         x[ids] = logits.candidate_values[index, : len(ids)]
-        if len(ids) and not 0 < num_candidates(row.params, self._num_token_ids) <= len(ids) or row.excludes_end:
+        if (len(ids) and not 0 < num_candidates(row.params, self._num_token_ids) <= len(ids)) or row.excludes_end:
             raise ValueError("a row has too few candidates for its parameters")
         return x, float(logits.log_sums[index])
 

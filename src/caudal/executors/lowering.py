@@ -267,7 +267,7 @@ class Lowering:
         x, norm = self._normed_input(op)
         self.model.head(
             x,
-            self._weight(op.weights[0], pack=True),
+            self._matrix(op.weights[0]),
             self._bias(op),
             norm,
             scale=next((o.number("by") for o in tail if o.kind == "scale"), 1.0),
