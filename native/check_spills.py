@@ -10,6 +10,7 @@ values in and out within the inner loop, which costs up to half of the speed.
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -78,6 +79,9 @@ def functions(listing: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 def main() -> int:
     build = Path(sys.argv[1])
+    if platform.machine() not in ("x86_64", "AMD64"):
+        print("spills: not checked, as only the kernels for x86-64 have budgets")
+        return 0
     if shutil.which("objdump") is None:
         print("spills: not checked, as objdump (binutils) is not installed")
         return 0

@@ -17,12 +17,7 @@
 #include "kernels/fill.h"
 #include "kernels/gemm.h"
 #include "kernels/gemm_avx2.h"
-
-#ifdef __clang__
-#define CAUDAL_UNROLL _Pragma("unroll")
-#else
-#define CAUDAL_UNROLL _Pragma("GCC unroll 16")
-#endif
+#include "kernels/unroll.h"
 
 namespace caudal {
 namespace {
@@ -89,6 +84,16 @@ struct Tile {
     }
   }
 };
+
+// The tile that starts at group g: its number of groups, and its index in the tables of functions.
+struct TileShape {
+  int64_t groups, index;
+};
+TileShape tile_at(const Activations& x, int64_t g, int64_t end) {
+  const int64_t tokens = smaller(x.tokens, end * kTokenGroup) - g * kTokenGroup;
+  if (tokens >= kTileGroups * kTokenGroup) return {kTileGroups, kTokenGroup};
+  return {1, smaller(tokens, kTokenGroup) - 1};
+}
 
 __mmask16 row_mask(int64_t rows) { return static_cast<__mmask16>((1U << smaller(rows, kPanelRows)) - 1); }
 

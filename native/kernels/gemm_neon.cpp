@@ -14,13 +14,7 @@
 #include "core/dequant.h"
 #include "kernels/fill.h"
 #include "kernels/gemm.h"
-
-// Unrolls the loops over the vectors of a register tile, so that the arrays become registers.
-#ifdef __clang__
-#define CAUDAL_UNROLL _Pragma("unroll")
-#else
-#define CAUDAL_UNROLL _Pragma("GCC unroll 16")
-#endif
+#include "kernels/unroll.h"
 
 namespace caudal {
 namespace {

@@ -13,12 +13,7 @@
 #include "kernels/fill.h"
 #include "kernels/gemm.h"
 #include "kernels/gemm_neon.h"
-
-#ifdef __clang__
-#define CAUDAL_UNROLL _Pragma("unroll")
-#else
-#define CAUDAL_UNROLL _Pragma("GCC unroll 16")
-#endif
+#include "kernels/unroll.h"
 
 namespace caudal {
 namespace {

@@ -99,15 +99,14 @@ void gemm_packed(const Weight& w, int64_t p0, int64_t p1, const Activations& x, 
     for (int64_t p = p0; p < p1; ++p) {
       const auto* panel = reinterpret_cast<const Panel*>(w.data + static_cast<size_t>(p) * w.stride);
       const __mmask16 rows = row_mask(w.rows - p * kPanelRows);
-      for (int64_t g = pass, groups; g < pass_end; g += groups) {
-        const int64_t tokens =
-            smaller(x.tokens - g * kTokenGroup, smaller(pass_end - g, kTileGroups) * kTokenGroup);
-        groups = tokens == kTileGroups * kTokenGroup ? kTileGroups : 1;
-        const int64_t index = groups == kTileGroups ? kTokenGroup : smaller(tokens, kTokenGroup) - 1;
+      for (int64_t g = pass; g < pass_end;) {
+        const TileShape tile = tile_at(x, g, pass_end);
+        const std::byte* group = x.data + static_cast<size_t>(g) * x.group_bytes;
+        float* to = out + static_cast<size_t>(g) * kTokenGroup * ldo + p * kPanelRows;
         // The first tile brings the panel in.
-        kMultiply<Panel>[g == pass ? 1 : 0][index](
-            panel, x.data + static_cast<size_t>(g)* x.group_bytes, x.group_bytes, blocks,
-            out + static_cast<size_t>(g)* kTokenGroup* ldo + p* kPanelRows, ldo, rows);
+        const auto multiply_tile = kMultiply<Panel>[g == pass ? 1 : 0][tile.index];
+        multiply_tile(panel, group, x.group_bytes, blocks, to, ldo, rows);
+        g += tile.groups;
       }
     }
   }

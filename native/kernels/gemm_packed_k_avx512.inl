@@ -195,16 +195,6 @@ struct BlockScratch {
   BlockScales<Panel> scales;
 };
 
-// The tile that starts at group g: its number of groups, and its index in the tables of functions.
-struct TileShape {
-  int64_t groups, index;
-};
-TileShape tile_at(const Activations& x, int64_t g, int64_t end) {
-  const int64_t tokens = smaller(x.tokens, end * kTokenGroup) - g * kTokenGroup;
-  if (tokens >= kTileGroups * kTokenGroup) return {kTileGroups, kTokenGroup};
-  return {1, smaller(tokens, kTokenGroup) - 1};
-}
-
 // Up to kGroupsPerPass groups by one panel, block by block: what the tokens share is computed once.
 template <class Panel>
 void multiply_groups(const Panel* w, int64_t blocks, const Activations& x, int64_t g0, int64_t g1,

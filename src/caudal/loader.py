@@ -68,12 +68,6 @@ def load(
         reserve=0 if draft is None else draft.num_bytes + max(draft.num_bytes, _MIN_DRAFT_CACHE),
     )
     drafting: Executor | None = None
-    remark = ""
-    if executor == "native":
-        from caudal.executors.native import NativeExecutor
-
-        assert isinstance(running, NativeExecutor)
-        remark = running.remark
     try:
         if draft is not None:
             drafting = _draft_executor(draft, config, running, tokenizer.vocab_size)
@@ -91,7 +85,7 @@ def load(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
         chat_template=chat_template,
-        remark=remark,
+        remark=running.remark,
     )
 
 

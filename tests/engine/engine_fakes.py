@@ -70,6 +70,7 @@ class FakeExecutor:
         self.kv_layout = KVLayout(block_size, num_blocks, block_size * 16, "f16")
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = max_model_len
+        self.remark = ""
         self.violations: list[str] = []
         self.batches: list[list[int]] = []  # tokens of each sequence, step by step
         self.max_rows = 0  # of logits in one step

@@ -107,6 +107,11 @@ class Executor(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def remark(self) -> str:
+        """For people: how memory is used, where that is not the usual way; else empty."""
+        ...
+
     def run(self, batch: Batch) -> Logits:
         """Compute one step and return the logits of `batch.logits_rows`: whole rows of vocab_size numbers, or
         candidates where these suffice (`batch.num_candidates`); an executor may give whole rows there, too.

@@ -63,7 +63,7 @@ class NativeExecutor:
             )
         need = memory_need(program, checkpoint, config.kv_type)
         plan = plan_memory(config, need, context_length=context_length, available=available_memory(), reserve=reserve)
-        self.remark = plan.remark  # for people, where memory is not used in the usual way
+        self._remark = plan.remark
         self._max_model_len = plan.max_model_len
         self._kv_layout = KVLayout(BLOCK_SIZE, plan.num_blocks, max(1, need.kv_block), config.kv_type)
         packed_bytes = need.packed_weights if plan.pack else 0
@@ -98,6 +98,10 @@ class NativeExecutor:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    @property
+    def remark(self) -> str:
+        return self._remark
 
     @property
     def isa(self) -> str:

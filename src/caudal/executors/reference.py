@@ -71,6 +71,10 @@ class ReferenceExecutor:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def remark(self) -> str:
+        return ""
+
     def run(self, batch: Batch) -> Logits:
         """See `Executor.run`. Raises InvalidRequestError for a token id outside the vocabulary."""
         step = Step(batch, self._keys, self._values, _BLOCK_SIZE)
