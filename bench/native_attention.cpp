@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <random>
 #include <vector>
@@ -73,7 +74,7 @@ class Layer {
       : blocks_((tokens + kKvBlock - 1) / kKvBlock),
         head_bytes_(kv_head_bytes(s.type, s.dim, s.dim)),
         memory_(static_cast<size_t>(blocks_ * heads) * head_bytes_),
-        layer_{memory_.data.get(), s.type, heads, s.dim, s.dim, head_bytes_} {
+        layer_{memory_.data.get(), s.type, blocks_, heads, s.dim, s.dim, head_bytes_} {
     for (int i = 0; i < blocks_; ++i) table_.push_back(i);
     std::mt19937 gen(1);
     std::shuffle(table_.begin(), table_.end(), gen);
@@ -139,7 +140,7 @@ void attend(const Kernels& kernels, const Shape& s, const Layer& layer, int kv_h
     kernels.attend_chunk(a, c, partials.data() + static_cast<size_t>(c) * per_chunk, scratch);
   for (int row = 0; row < n * s.group; ++row) {
     kernels.attend_reduce(partials.data() + static_cast<size_t>(row) * floats, chunks, per_chunk, s.dim,
-                          out.data());
+                          -std::numeric_limits<float>::infinity(), out.data());
   }
 }
 

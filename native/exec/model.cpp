@@ -32,6 +32,8 @@ constexpr int kItemsPerThreadOfAttention = 4;
 // are shared out. Beyond the first, tiles have fewer queries; beyond the second, chunks are not shared out.
 constexpr size_t kTilePartialFloats = size_t{4} << 20;
 constexpr size_t kSplitPartialFloats = size_t{16} << 20;
+// Tiles of more queries are not stacked with others over the same blocks: they use what they read enough.
+constexpr int kMaxStackedTile = kMaxQueriesPerCall / 2;
 constexpr int kNoWindow = INT32_MAX / 2;  // a larger window is none; arithmetic with it would overflow
 
 size_t align64(size_t n) { return (n + 63) / 64 * 64; }
@@ -342,6 +344,8 @@ void Model::finish(ValueId output, CacheShape cache) {
       check_head_norm(a->k_norm, width(a->k), a->head_dim);
       check_rope(a->q_rope, a->head_dim);
       check_rope(a->k_rope, a->head_dim);
+      check_vector(a->sinks, a->n_heads);
+      check_vector(a->slopes, a->n_heads);
       max_heads_width_ = std::max(max_heads_width_, width(a->q));
       min_kv_heads_ = min_kv_heads_ == 0 ? a->n_kv_heads : std::min(min_kv_heads_, a->n_kv_heads);
       const size_t floats = partial_floats(a->v_head_dim);
@@ -375,6 +379,7 @@ void Model::finish(ValueId output, CacheShape cache) {
     const size_t head_bytes = kv_head_bytes(cache_.type, c.k_dim, c.v_dim);
     layers_.push_back({.data = base,
                        .type = cache_.type,
+                       .num_blocks = cache_.num_blocks,
                        .n_kv_heads = c.n_kv_heads,
                        .k_dim = c.k_dim,
                        .v_dim = c.v_dim,
@@ -561,13 +566,8 @@ void Model::plan_attention() {
       const size_t query_floats = static_cast<size_t>(chunks_at(first + n - 1)) * group_partial_unit_;
       if (query_floats != 0) n = std::clamp(static_cast<int>(kTilePartialFloats / query_floats), 1, n);
       const int chunks = chunks_at(first + n - 1);
-      tiles_.push_back({.seq = s,
-                        .token = t,
-                        .n = n,
-                        .first_position = first,
-                        .chunk1 = chunks,
-                        .first_item = 0,
-                        .partial_offset = 0});
+      tiles_.push_back(
+          {.seq = s, .token = t, .n = n, .first_position = first, .chunk1 = chunks, .partial_offset = 0});
       most_chunks = std::max(most_chunks, chunks);
       work += int64_t{n} * chunks;
       longest = std::max(longest, int64_t{n} * chunks);
@@ -577,29 +577,126 @@ void Model::plan_attention() {
   std::stable_sort(tiles_.begin(), tiles_.end(),
                    [](const Tile& a, const Tile& b) { return a.chunk1 * a.n > b.chunk1 * b.n; });
 
+  sort_tiles_by_blocks();
+  bool shared = false;
+  for (size_t i = 1; i < shared_tiles_.size() && !shared; ++i) {
+    shared = std::equal(block_table(tiles_[static_cast<size_t>(shared_tiles_[i])]),
+                        block_table(tiles_[static_cast<size_t>(shared_tiles_[i])]) + kBlocksPerChunk,
+                        block_table(tiles_[static_cast<size_t>(shared_tiles_[i - 1])]));
+  }
   // The chunks of a tile go to different threads where its heads alone are too few or too long to share
-  // evenly.
+  // evenly, and where several tiles need the same.
   const size_t split_floats = static_cast<size_t>(work) * partial_unit_;
-  split_chunks_ = pool_->size() > 1 && most_chunks > 1 && split_floats <= kSplitPartialFloats &&
-                  longest * kItemsPerThreadOfAttention * pool_->size() > work * min_kv_heads_;
+  const bool uneven = pool_->size() > 1 && most_chunks > 1 &&
+                      longest * kItemsPerThreadOfAttention * pool_->size() > work * min_kv_heads_;
+  split_chunks_ = split_floats <= kSplitPartialFloats && (shared || uneven);
+  size_t most = 0;  // partials of a thread
   if (split_chunks_) {
-    split_items_.clear();
-    size_t offset = 0;
-    for (int i = 0; i < static_cast<int>(tiles_.size()); ++i) {
-      Tile& t = tiles_[static_cast<size_t>(i)];
-      t.first_item = static_cast<int>(split_items_.size());
-      t.partial_offset = offset;
-      offset += static_cast<size_t>(t.chunk1) * static_cast<size_t>(t.n) * partial_unit_;
-      split_items_.insert(split_items_.end(), static_cast<size_t>(t.chunk1), i);
-    }
-    if (split_partials_.size() < offset) split_partials_.resize(offset);
+    plan_runs();
+    if (split_partials_.size() < split_floats) split_partials_.resize(split_floats);
+    if (shared) most = kMaxQueriesPerCall * group_partial_unit_;
   } else {
-    const size_t most = static_cast<size_t>(longest) * group_partial_unit_;
-    for (Scratch& s : scratch_) {
-      if (s.partials.size() < most) s.partials.resize(most);
-    }
+    most = static_cast<size_t>(longest) * group_partial_unit_;
+  }
+  for (Scratch& s : scratch_) {
+    if (s.partials.size() < most) s.partials.resize(most);
   }
   decode_only_ = decode_only_ && !split_chunks_;
+}
+
+// Tiles that read the same whole chunks end up side by side.
+void Model::sort_tiles_by_blocks() {
+  shared_tiles_.clear();
+  for (int i = 0; i < static_cast<int>(tiles_.size()); ++i) {
+    const Tile& t = tiles_[static_cast<size_t>(i)];
+    if (t.n <= kMaxStackedTile && t.first_position >= kKvChunk) shared_tiles_.push_back(i);
+  }
+  const auto blocks = [this](int tile) {
+    const Tile& t = tiles_[static_cast<size_t>(tile)];
+    return std::span(block_table(t), static_cast<size_t>(t.first_position / kKvChunk * kBlocksPerChunk));
+  };
+  std::sort(shared_tiles_.begin(), shared_tiles_.end(), [&blocks](int a, int b) {
+    const auto x = blocks(a), y = blocks(b);
+    const auto [i, j] = std::mismatch(x.begin(), x.end(), y.begin(), y.end());
+    if (i == x.end() || j == y.end()) return x.size() != y.size() ? x.size() < y.size() : a < b;
+    return *i < *j;
+  });
+}
+
+void Model::plan_runs() {
+  runs_.clear();
+  run_tiles_.clear();
+  stacked_rows_.clear();
+  split_items_.clear();
+  size_t offset = 0;
+  for (int i = 0; i < static_cast<int>(tiles_.size()); ++i) {
+    Tile& t = tiles_[static_cast<size_t>(i)];
+    t.partial_offset = offset;
+    offset += static_cast<size_t>(t.chunk1) * static_cast<size_t>(t.n) * partial_unit_;
+    if (t.n > kMaxStackedTile || t.first_position < kKvChunk) add_run(std::span(&i, 1), 0, t.chunk1);
+  }
+  share_runs(shared_tiles_.data(), shared_tiles_.data() + shared_tiles_.size(), 0);
+}
+
+// Runs of tiles in the order of their blocks, which have all chunks before `chunk` in common.
+void Model::share_runs(const int* begin, const int* end, int chunk) {
+  const auto whole = [this](int tile) { return tiles_[static_cast<size_t>(tile)].first_position / kKvChunk; };
+  const auto same = [this](int a, int b, int c) {
+    const auto first = static_cast<std::ptrdiff_t>(c) * kBlocksPerChunk;
+    const int32_t* x = block_table(tiles_[static_cast<size_t>(a)]) + first;
+    return std::equal(x, x + kBlocksPerChunk, block_table(tiles_[static_cast<size_t>(b)]) + first);
+  };
+  while (begin != end) {
+    // The tiles that have the next chunk in common with the first one, and how many chunks they all have.
+    const int* stop = begin + 1;
+    int common = whole(*begin);
+    if (common > chunk) {
+      for (; stop != end && same(*begin, *stop, chunk); ++stop) common = std::min(common, whole(*stop));
+    }
+    if (stop == begin + 1) {
+      add_run(std::span(begin, stop), chunk, tiles_[static_cast<size_t>(*begin)].chunk1);
+    } else {
+      int shared = chunk + 1;
+      while (shared < common && same(*begin, stop[-1], shared)) ++shared;
+      for (const int* from = begin; from != stop;) {
+        const int* to = from;
+        for (int rows = 0; to != stop; ++to) {
+          rows += tiles_[static_cast<size_t>(*to)].n;
+          if (rows > kMaxQueriesPerCall) break;
+        }
+        add_run(std::span(from, to), chunk, shared);
+        from = to;
+      }
+      share_runs(begin, stop, shared);
+    }
+    begin = stop;
+  }
+}
+
+void Model::add_run(std::span<const int> tiles, int chunk0, int chunk1) {
+  Run run{.chunk0 = chunk0,
+          .chunk1 = chunk1,
+          .first_item = static_cast<int>(split_items_.size()),
+          .first_tile = static_cast<int>(run_tiles_.size()),
+          .num_tiles = static_cast<int>(tiles.size()),
+          .first_row = static_cast<int>(stacked_rows_.size()),
+          .num_rows = 0};
+  run_tiles_.insert(run_tiles_.end(), tiles.begin(), tiles.end());
+  const auto first = run_tiles_.begin() + run.first_tile;
+  std::iter_swap(first, std::min_element(first, run_tiles_.end(), [this](int a, int b) {
+                   return tiles_[static_cast<size_t>(a)].first_position <
+                          tiles_[static_cast<size_t>(b)].first_position;
+                 }));
+  if (tiles.size() > 1) {
+    for (auto i = first; i != run_tiles_.end(); ++i) {
+      const Tile& t = tiles_[static_cast<size_t>(*i)];
+      for (int q = 0; q < t.n; ++q) stacked_rows_.push_back(t.token + q);
+      run.num_rows += t.n;
+    }
+  }
+  split_items_.insert(split_items_.end(), static_cast<size_t>(chunk1 - chunk0),
+                      static_cast<int>(runs_.size()));
+  runs_.push_back(run);
 }
 
 Logits Model::run(const StepInput& input) {
@@ -892,12 +989,18 @@ AttentionArgs Model::attention_args(const AttentionPhase& ph, const Tile& tile, 
           .scale = ph.scale,
           .softcap = ph.softcap,
           .window = ph.window,
-          .block_table = input_.block_tables.data() + tile.seq * input_.block_table_width,
+          .slopes = ph.slopes < 0 ? nullptr : vector(ph.slopes) + kv_head * group,
+          .block_table = block_table(tile),
           .q = reinterpret_cast<const float*>(rotated_.data()) + tile.token * q_width +
                int64_t{kv_head} * group * ph.head_dim,
           .ldq = static_cast<size_t>(q_width),
           .first_position = tile.first_position,
-          .n_queries = tile.n};
+          .n_queries = tile.n,
+          .query_rows = nullptr};
+}
+
+float Model::sink(const AttentionPhase& ph, int head) const {
+  return ph.sinks < 0 ? -std::numeric_limits<float>::infinity() : vector(ph.sinks)[head];
 }
 
 namespace {
@@ -920,8 +1023,40 @@ void Model::attend_tile(const AttentionPhase& ph, const Tile& tile, int kv_head,
                  int64_t{kv_head} * args.group * ph.v_head_dim;
     for (int h = 0; h < args.group; ++h) {
       kernels_.attend_reduce(scratch.partials.data() + static_cast<size_t>(q * args.group + h) * unit, chunks,
-                             chunk_floats, ph.v_head_dim, out + int64_t{h} * ph.v_head_dim);
+                             chunk_floats, ph.v_head_dim, sink(ph, kv_head * args.group + h),
+                             out + int64_t{h} * ph.v_head_dim);
     }
+  }
+}
+
+void Model::attend_run(const AttentionPhase& ph, const Run& run, int chunk, int kv_head, Scratch& scratch) {
+  const int group = ph.n_heads / ph.n_kv_heads;
+  const size_t row_floats = static_cast<size_t>(group) * partial_floats(ph.v_head_dim);
+  const std::span<const int> tiles(run_tiles_.data() + run.first_tile, static_cast<size_t>(run.num_tiles));
+  const auto partials = [&](const Tile& t) {
+    return split_partials_.data() + t.partial_offset +
+           static_cast<size_t>((int64_t{chunk} * ph.n_kv_heads + kv_head) * t.n) * row_floats;
+  };
+  // What a query sees in a window, and ALiBi, depend on its position.
+  if (run.num_tiles == 1 || ph.window > 0 || ph.slopes >= 0) {
+    for (const int i : tiles) {
+      const Tile& t = tiles_[static_cast<size_t>(i)];
+      if (chunk < first_chunk(ph, t.first_position)) continue;
+      kernels_.attend_chunk(attention_args(ph, t, kv_head), chunk, partials(t), scratch.kernel);
+    }
+    return;
+  }
+  AttentionArgs args = attention_args(ph, tiles_[static_cast<size_t>(tiles[0])], kv_head);
+  args.q = reinterpret_cast<const float*>(rotated_.data()) + int64_t{kv_head} * group * ph.head_dim;
+  args.n_queries = run.num_rows;
+  args.query_rows = stacked_rows_.data() + run.first_row;
+  kernels_.attend_chunk(args, chunk, scratch.partials.data(), scratch.kernel);
+  const float* from = scratch.partials.data();
+  for (const int i : tiles) {
+    const Tile& t = tiles_[static_cast<size_t>(i)];
+    const size_t n = static_cast<size_t>(t.n) * row_floats;
+    std::memcpy(partials(t), from, n * sizeof(float));
+    from += n;
   }
 }
 
@@ -949,39 +1084,30 @@ void Model::execute_attention(const AttentionPhase& ph, int loop, Member& m) {
     });
     return;
   }
-  const int group = ph.n_heads / heads;
-  const size_t unit = partial_floats(ph.v_head_dim);
-  // Partials of a tile: [chunk][kv head][query][head of the group].
-  parallel(loop + 1, static_cast<int64_t>(split_items_.size()) * heads, [&](int64_t item) {
-    const auto i = static_cast<size_t>(item / heads);
-    const int head = static_cast<int>(item % heads);
-    const Tile& tile = tiles_[static_cast<size_t>(split_items_[i])];
-    const int chunk = static_cast<int>(i) - tile.first_item;
-    if (chunk < first_chunk(ph, tile.first_position)) return;
-    float* out = split_partials_.data() + tile.partial_offset +
-                 static_cast<size_t>((int64_t{chunk} * heads + head) * tile.n * group) * unit;
-    kernels_.attend_chunk(attention_args(ph, tile, head), chunk, out, scratch.kernel);
+  // The chunks of a head one behind another, as they lie in memory
+  parallel_stretches(loop + 1, static_cast<int64_t>(split_items_.size()) * heads, m, [&](int64_t item) {
+    const Run& run = runs_[static_cast<size_t>(split_items_[static_cast<size_t>(item / heads)])];
+    const int64_t i = item - int64_t{run.first_item} * heads, chunks = run.chunk1 - run.chunk0;
+    attend_run(ph, run, run.chunk0 + static_cast<int>(i % chunks), static_cast<int>(i / chunks), scratch);
   });
   m.barrier();
   parallel(loop + 2, static_cast<int64_t>(tiles_.size()) * heads, [&](int64_t item) {
-    reduce_tile(ph, tiles_[static_cast<size_t>(item / heads)], static_cast<int>(item % heads),
-                split_partials_.data());
+    reduce_tile(ph, tiles_[static_cast<size_t>(item / heads)], static_cast<int>(item % heads));
   });
 }
 
-void Model::reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head,
-                        const float* partials) const {
+void Model::reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head) const {
   const int group = ph.n_heads / ph.n_kv_heads, c0 = first_chunk(ph, tile.first_position);
   const size_t unit = partial_floats(ph.v_head_dim);
   const size_t chunk_floats = static_cast<size_t>(ph.n_heads * tile.n) * unit;
-  const float* from = partials + tile.partial_offset + static_cast<size_t>(c0) * chunk_floats +
+  const float* from = split_partials_.data() + tile.partial_offset + static_cast<size_t>(c0) * chunk_floats +
                       static_cast<size_t>(kv_head * tile.n * group) * unit;
   for (int q = 0; q < tile.n; ++q) {
     float* out = value(ph.out) + (int64_t{tile.token} + q) * ph.n_heads * ph.v_head_dim +
                  int64_t{kv_head} * group * ph.v_head_dim;
     for (int h = 0; h < group; ++h) {
       kernels_.attend_reduce(from + static_cast<size_t>(q * group + h) * unit, tile.chunk1 - c0, chunk_floats,
-                             ph.v_head_dim, out + int64_t{h} * ph.v_head_dim);
+                             ph.v_head_dim, sink(ph, kv_head * group + h), out + int64_t{h} * ph.v_head_dim);
     }
   }
 }

@@ -86,6 +86,8 @@ struct AttentionPhase {
   RopeSpec q_rope, k_rope;
   int layer, n_heads, n_kv_heads, head_dim, v_head_dim, window;
   float scale, softcap;
+  VectorId sinks = -1;   // [n_heads] scores without value, part of the softmax's sum
+  VectorId slopes = -1;  // [n_heads] of ALiBi: times the distance from the query, added to the scores
 };
 
 struct RowsPhase {  // the rows of `input` whose logits are wanted
@@ -178,8 +180,15 @@ class Model {
   };
   struct Tile {  // up to kMaxQueriesPerCall queries of one sequence
     int seq, token, n, first_position, chunk1;
-    int first_item;         // of split_items_
-    size_t partial_offset;  // in split_partials_
+    size_t partial_offset;  // in split_partials_: [chunk][kv head][query][head of the group]
+  };
+  // Chunks of which one tile, or several over the same blocks, compute the partials
+  struct Run {
+    int chunk0, chunk1;
+    int first_item;             // of split_items_
+    int first_tile, num_tiles;  // of run_tiles_; the tile with the smallest position is the first
+    int first_row;              // of stacked_rows_, where there are several tiles
+    int num_rows;
   };
   struct Scratch {
     Region memory;
@@ -198,6 +207,13 @@ class Model {
   void plan_segments(PlannedPhase& p, const LinearPhase& ph, int64_t unit) const;
   void prepare_step(const StepInput& input);
   void plan_attention();
+  void sort_tiles_by_blocks();
+  void plan_runs();
+  void share_runs(const int* begin, const int* end, int chunk);
+  void add_run(std::span<const int> tiles, int chunk0, int chunk1);
+  const int32_t* block_table(const Tile& tile) const {
+    return input_.block_tables.data() + tile.seq * input_.block_table_width;
+  }
   void reserve(int64_t tokens, int64_t logits_rows);
   float* value(ValueId id) const;
   int64_t rows(ValueId id) const {
@@ -233,8 +249,10 @@ class Model {
   void execute_attention(const AttentionPhase& ph, int loop, Member& m);
   void append(const AttentionPhase& ph, int64_t t0, int64_t t1, int kv_head, Scratch& scratch) const;
   void attend_tile(const AttentionPhase& ph, const Tile& tile, int kv_head, Scratch& scratch) const;
+  void attend_run(const AttentionPhase& ph, const Run& run, int chunk, int kv_head, Scratch& scratch);
   AttentionArgs attention_args(const AttentionPhase& ph, const Tile& tile, int kv_head) const;
-  void reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head, const float* partials) const;
+  void reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head) const;
+  float sink(const AttentionPhase& ph, int head) const;
   void execute_rows(const RowsPhase& ph, int loop);
   void execute_row_op(const RowOpPhase& ph, int loop);
   void fill_rope_tables(int loop);
@@ -276,9 +294,12 @@ class Model {
   StepInput input_;
   int64_t num_tokens_ = 0, num_logits_ = 0, num_seqs_ = 0;
   std::vector<Tile> tiles_;
-  bool decode_only_ = false;      // one new token per sequence: appending and attending are one item
-  bool split_chunks_ = false;     // the chunks of a tile are computed by different threads
-  std::vector<int> split_items_;  // tile of each (tile, chunk) item
+  bool decode_only_ = false;   // one new token per sequence: appending and attending are one item
+  bool split_chunks_ = false;  // every chunk of a tile is an item of its own, maybe shared with other tiles
+  std::vector<int> shared_tiles_;  // with few queries and a whole chunk before them, ordered by their blocks
+  std::vector<Run> runs_;
+  std::vector<int> run_tiles_, stacked_rows_;
+  std::vector<int> split_items_;  // run of each (run, chunk) item
   std::vector<float> split_partials_;
   size_t partial_unit_ = 0;        // floats of one query's partials of one chunk, all heads
   size_t group_partial_unit_ = 0;  // the same for one kv head

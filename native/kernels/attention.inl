@@ -28,9 +28,11 @@ inline HeadLayout head_layout(KvType type, int k_dim, int v_dim) {
 }
 
 inline std::byte* head_data(const KvLayer& layer, int32_t block, int kv_head) {
-  return layer.data +
-         (static_cast<size_t>(block) * static_cast<size_t>(layer.n_kv_heads) + static_cast<size_t>(kv_head)) *
-             layer.head_bytes;
+  const int first = block / kBlocksPerChunk * kBlocksPerChunk;  // of the strip
+  const int left = layer.num_blocks - first, width = left < kBlocksPerChunk ? left : kBlocksPerChunk;
+  const size_t before = static_cast<size_t>(first) * static_cast<size_t>(layer.n_kv_heads) +
+                        static_cast<size_t>(kv_head * width + block - first);
+  return layer.data + before * layer.head_bytes;
 }
 
 // Keys begin .. end of a block are seen; none if begin >= end.
@@ -40,6 +42,16 @@ struct KeyRange {
   bool empty() const { return begin >= end; }
   bool full() const { return begin == 0 && end == kKvBlock; }
 };
+
+// Row of q of a query
+inline const float* query_row(const AttentionArgs& args, int query) {
+  return args.q + static_cast<size_t>(args.query_rows == nullptr ? query : args.query_rows[query]) * args.ldq;
+}
+
+// Position of the last query; of stacked ones any that sees the whole chunk
+inline int last_query_position(const AttentionArgs& args) {
+  return args.query_rows == nullptr ? args.first_position + args.n_queries - 1 : args.first_position;
+}
 
 // What the query at `position` sees of the block whose first key is at `base`
 inline KeyRange visible_keys(int position, int window, int base) {

@@ -18,7 +18,6 @@ namespace {
 #include "kernels/vector_math_avx2.inl"
 
 constexpr int kTileRows = 6;
-constexpr int kBlocksPerChunk = kKvChunk / kKvBlock;
 constexpr float kInf = __builtin_inff();
 
 inline int smaller(int a, int b) { return a < b ? a : b; }
@@ -134,14 +133,29 @@ struct RowState {
   float* output;  // [v_stride], unnormalized
 };
 
+// slope * (distance + t) is added to the score of the block's key t.
+struct Bias {
+  float slope;
+  int distance;  // of the block's first key from the query
+};
+
 // s: 32 scores, replaced by exp(score - max). Keys outside `range` get exactly 0, whatever is in s.
-inline void softmax_block(float* s, KeyRange range, float scale, float softcap, int v_stride, RowState row) {
+inline void softmax_block(float* s, KeyRange range, float scale, float softcap, Bias bias, int v_stride,
+                          RowState row) {
   __m256 x[4];
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) x[j] = _mm256_mul_ps(_mm256_load_ps(s + 8 * j), broadcast(scale));
   if (softcap > 0.0F) {
     const __m256 cap = broadcast(softcap), inverse = broadcast(1.0F / softcap);
     for (int j = 0; j < 4; ++j) x[j] = _mm256_mul_ps(cap, tanh_any(_mm256_mul_ps(x[j], inverse)));
+  }
+  if (bias.slope != 0.0F) {
+    const __m256i first =
+        _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bias.distance));
+    for (int j = 0; j < 4; ++j) {
+      const __m256 distance = _mm256_cvtepi32_ps(_mm256_add_epi32(first, _mm256_set1_epi32(8 * j)));
+      x[j] = _mm256_fmadd_ps(broadcast(bias.slope), distance, x[j]);
+    }
   }
   if (!range.full()) {
     const __m256i begin = _mm256_set1_epi32(range.begin - 1), end = _mm256_set1_epi32(range.end);
@@ -273,8 +287,12 @@ struct Context {
   const int rows;
 
   const float* query(int row) const {
-    return args.q + static_cast<size_t>(row / args.group) * args.ldq +
+    return query_row(args, row / args.group) +
            static_cast<size_t>(row % args.group) * static_cast<size_t>(args.layer->k_dim);
+  }
+  Bias bias(int row, int base) const {
+    if (args.slopes == nullptr) return {0.0F, 0};
+    return {args.slopes[row % args.group], base - args.first_position - row / args.group};
   }
   float* output(int row) const {
     return scratch.outputs + static_cast<size_t>(row) * static_cast<size_t>(layout.v_stride);
@@ -535,41 +553,41 @@ class Q8Cache {
 
 // Rows row .. row + R through the open block
 template <int R, class Cache>
-void attend_tile(const Context& c, const Cache& cache, int row, KeyRange range) {
+void attend_tile(const Context& c, const Cache& cache, int row, int base, KeyRange range) {
   alignas(32) float memory[R][kKvBlock];
   float* s[R];
   for (int r = 0; r < R; ++r) s[r] = memory[r];
   cache.template scores<R>(row, s);
   for (int r = 0; r < R; ++r) {
-    softmax_block(s[r], range, cache.score_scale(), c.args.softcap, c.layout.v_stride,
+    softmax_block(s[r], range, cache.score_scale(), c.args.softcap, c.bias(row + r, base), c.layout.v_stride,
                   {c.scratch.maxima + row + r, c.sums(row + r), c.output(row + r)});
   }
   cache.template add_values<R>(row, s, range);
 }
 
-// Rows begin .. end in tiles of nearly equal size
+// Rows begin .. end through the open block, whose first key is at `base`, in tiles of nearly equal size
 template <class Cache>
-void attend_rows(const Context& c, const Cache& cache, int begin, int end, KeyRange range) {
+void attend_rows(const Context& c, const Cache& cache, int begin, int end, int base, KeyRange range) {
   for (int tiles = (end - begin + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
     const int n = (end - begin + tiles - 1) / tiles;
     switch (n) {
       case 1:
-        attend_tile<1>(c, cache, begin, range);
+        attend_tile<1>(c, cache, begin, base, range);
         break;
       case 2:
-        attend_tile<2>(c, cache, begin, range);
+        attend_tile<2>(c, cache, begin, base, range);
         break;
       case 3:
-        attend_tile<3>(c, cache, begin, range);
+        attend_tile<3>(c, cache, begin, base, range);
         break;
       case 4:
-        attend_tile<4>(c, cache, begin, range);
+        attend_tile<4>(c, cache, begin, base, range);
         break;
       case 5:
-        attend_tile<5>(c, cache, begin, range);
+        attend_tile<5>(c, cache, begin, base, range);
         break;
       default:
-        attend_tile<6>(c, cache, begin, range);
+        attend_tile<6>(c, cache, begin, base, range);
         break;
     }
     begin += n;
@@ -580,7 +598,7 @@ template <class Cache>
 void attend_blocks(const Context& c, int chunk) {
   const AttentionArgs& a = c.args;
   Cache cache(c);
-  const int last_position = a.first_position + a.n_queries - 1;
+  const int last_position = last_query_position(a);
   for (int b = chunk * kBlocksPerChunk; b < (chunk + 1) * kBlocksPerChunk; ++b) {
     const int base = b * kKvBlock;
     // Ranges begin and end later from query to query.
@@ -592,12 +610,12 @@ void attend_blocks(const Context& c, int chunk) {
     cache.open(head_data(*a.layer, a.block_table[b], a.kv_head),
                head_data(*a.layer, a.block_table[next], a.kv_head));
     if (first.full() && last.full()) {
-      attend_rows(c, cache, 0, c.rows, first);
+      attend_rows(c, cache, 0, c.rows, base, first);
       continue;
     }
     for (int i = 0; i < a.n_queries; ++i) {
       const KeyRange range = visible_keys(a.first_position + i, a.window, base);
-      if (!range.empty()) attend_rows(c, cache, i * a.group, (i + 1) * a.group, range);
+      if (!range.empty()) attend_rows(c, cache, i * a.group, (i + 1) * a.group, base, range);
     }
   }
 }
@@ -625,12 +643,13 @@ void attend_chunk(const AttentionArgs& args, int chunk, float* out, std::byte* s
   }
 }
 
-void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float* out) {
-  float max = -kInf, sum = 0.0F;
+void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float sink, float* out) {
+  float max = sink == sink ? sink : -kInf, sum = 0.0F;
   for (int i = 0; i < n_chunks; ++i) {
     const float m = partials[static_cast<size_t>(i) * stride];
     max = m > max ? m : max;
   }
+  if (sink != -kInf) sum = _mm256_cvtss_f32(exp_nonpositive(broadcast(sink - max)));
   for (int d = 0; d < v_dim; d += 4) _mm_storeu_ps(out + d, _mm_setzero_ps());
   for (int i = 0; i < n_chunks; ++i) {
     const float* p = partials + static_cast<size_t>(i) * stride;

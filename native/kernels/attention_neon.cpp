@@ -17,7 +17,6 @@ namespace {
 #include "kernels/vector_math_neon.inl"
 
 constexpr int kTileRows = 6;
-constexpr int kBlocksPerChunk = kKvChunk / kKvBlock;
 constexpr int kQuads = kKvBlock / 4;  // vectors of a row of scores
 constexpr float kInf = __builtin_inff();
 
@@ -121,8 +120,15 @@ inline uint32x4_t seen(KeyRange range, int quad) {
   return vandq_u32(vcgeq_s32(token, vdupq_n_s32(range.begin)), vcltq_s32(token, vdupq_n_s32(range.end)));
 }
 
+// slope * (distance + t) is added to the score of the block's key t.
+struct Bias {
+  float slope;
+  int distance;  // of the block's first key from the query
+};
+
 // s: 32 scores, replaced by exp(score - max). Keys outside `range` get exactly 0, whatever is in s.
-inline void softmax_block(float* s, KeyRange range, float scale, float softcap, int v_stride, RowState row) {
+inline void softmax_block(float* s, KeyRange range, float scale, float softcap, Bias bias, int v_stride,
+                          RowState row) {
   float32x4_t x[kQuads];
 #pragma GCC unroll 8
   for (int j = 0; j < kQuads; ++j) x[j] = vmulq_n_f32(vld1q_f32(s + 4 * j), scale);
@@ -130,6 +136,14 @@ inline void softmax_block(float* s, KeyRange range, float scale, float softcap, 
     const float inverse = 1.0F / softcap;
 #pragma GCC unroll 8
     for (int j = 0; j < kQuads; ++j) x[j] = vmulq_n_f32(tanh_any(vmulq_n_f32(x[j], inverse)), softcap);
+  }
+  if (bias.slope != 0.0F) {
+    const int32_t lanes[4] = {0, 1, 2, 3};
+    const int32x4_t first = vaddq_s32(vld1q_s32(lanes), vdupq_n_s32(bias.distance));
+    for (int j = 0; j < kQuads; ++j) {
+      const float32x4_t distance = vcvtq_f32_s32(vaddq_s32(first, vdupq_n_s32(4 * j)));
+      x[j] = fused(broadcast(bias.slope), distance, x[j]);
+    }
   }
   if (!range.full()) {
 #pragma GCC unroll 8
@@ -228,8 +242,12 @@ struct Context {
   const int rows;
 
   const float* query(int row) const {
-    return args.q + static_cast<size_t>(row / args.group) * args.ldq +
+    return query_row(args, row / args.group) +
            static_cast<size_t>(row % args.group) * static_cast<size_t>(args.layer->k_dim);
+  }
+  Bias bias(int row, int base) const {
+    if (args.slopes == nullptr) return {0.0F, 0};
+    return {args.slopes[row % args.group], base - args.first_position - row / args.group};
   }
   float* output(int row) const {
     return scratch.outputs + static_cast<size_t>(row) * static_cast<size_t>(layout.v_stride);
@@ -464,41 +482,41 @@ class Q8Cache {
 
 // Rows row .. row + R through the open block
 template <int R, class Cache>
-void attend_tile(const Context& c, const Cache& cache, int row, KeyRange range) {
+void attend_tile(const Context& c, const Cache& cache, int row, int base, KeyRange range) {
   float memory[R][kKvBlock];
   float* s[R];
   for (int r = 0; r < R; ++r) s[r] = memory[r];
   cache.template scores<R>(row, s);
   for (int r = 0; r < R; ++r) {
-    softmax_block(s[r], range, cache.score_scale(), c.args.softcap, c.layout.v_stride,
+    softmax_block(s[r], range, cache.score_scale(), c.args.softcap, c.bias(row + r, base), c.layout.v_stride,
                   {c.scratch.maxima + row + r, c.sums(row + r), c.output(row + r)});
   }
   cache.template add_values<R>(row, s, range);
 }
 
-// Rows begin .. end in tiles of nearly equal size
+// Rows begin .. end through the open block, whose first key is at `base`, in tiles of nearly equal size
 template <class Cache>
-void attend_rows(const Context& c, const Cache& cache, int begin, int end, KeyRange range) {
+void attend_rows(const Context& c, const Cache& cache, int begin, int end, int base, KeyRange range) {
   for (int tiles = (end - begin + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
     const int n = (end - begin + tiles - 1) / tiles;
     switch (n) {
       case 1:
-        attend_tile<1>(c, cache, begin, range);
+        attend_tile<1>(c, cache, begin, base, range);
         break;
       case 2:
-        attend_tile<2>(c, cache, begin, range);
+        attend_tile<2>(c, cache, begin, base, range);
         break;
       case 3:
-        attend_tile<3>(c, cache, begin, range);
+        attend_tile<3>(c, cache, begin, base, range);
         break;
       case 4:
-        attend_tile<4>(c, cache, begin, range);
+        attend_tile<4>(c, cache, begin, base, range);
         break;
       case 5:
-        attend_tile<5>(c, cache, begin, range);
+        attend_tile<5>(c, cache, begin, base, range);
         break;
       default:
-        attend_tile<6>(c, cache, begin, range);
+        attend_tile<6>(c, cache, begin, base, range);
         break;
     }
     begin += n;
@@ -509,7 +527,7 @@ template <class Cache>
 void attend_blocks(const Context& c, int chunk) {
   const AttentionArgs& a = c.args;
   Cache cache(c);
-  const int last_position = a.first_position + a.n_queries - 1;
+  const int last_position = last_query_position(a);
   for (int b = chunk * kBlocksPerChunk; b < (chunk + 1) * kBlocksPerChunk; ++b) {
     const int base = b * kKvBlock;
     // Ranges begin and end later from query to query.
@@ -519,12 +537,12 @@ void attend_blocks(const Context& c, int chunk) {
     if (first.begin >= kKvBlock) continue;
     cache.open(head_data(*a.layer, a.block_table[b], a.kv_head));
     if (first.full() && last.full()) {
-      attend_rows(c, cache, 0, c.rows, first);
+      attend_rows(c, cache, 0, c.rows, base, first);
       continue;
     }
     for (int i = 0; i < a.n_queries; ++i) {
       const KeyRange range = visible_keys(a.first_position + i, a.window, base);
-      if (!range.empty()) attend_rows(c, cache, i * a.group, (i + 1) * a.group, range);
+      if (!range.empty()) attend_rows(c, cache, i * a.group, (i + 1) * a.group, base, range);
     }
   }
 }
@@ -552,12 +570,13 @@ void attend_chunk(const AttentionArgs& args, int chunk, float* out, std::byte* s
   }
 }
 
-void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float* out) {
-  float max = -kInf, sum = 0.0F;
+void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float sink, float* out) {
+  float max = sink == sink ? sink : -kInf, sum = 0.0F;
   for (int i = 0; i < n_chunks; ++i) {
     const float m = partials[static_cast<size_t>(i) * stride];
     max = m > max ? m : max;
   }
+  if (sink != -kInf) sum = vgetq_lane_f32(exp_nonpositive(broadcast(sink - max)), 0);
   for (int d = 0; d < v_dim; ++d) out[d] = 0.0F;
   for (int i = 0; i < n_chunks; ++i) {
     const float* p = partials + static_cast<size_t>(i) * stride;

@@ -93,7 +93,7 @@ void kv_append(const KvLayer& layer, int kv_head, const int32_t* slots, int n, c
   }
 }
 
-void attend_row(const AttentionArgs& args, int chunk, int position, const float* q, float* out) {
+void attend_row(const AttentionArgs& args, int chunk, int position, const float* q, float slope, float* out) {
   const KvLayer& layer = *args.layer;
   float* outputs = out + 2;
   out[0] = -kInf;
@@ -101,9 +101,9 @@ void attend_row(const AttentionArgs& args, int chunk, int position, const float*
   std::fill_n(outputs, layer.v_dim, 0.0F);
 
   float scores[kKvChunk];
-  KeyRange ranges[kKvChunk / kKvBlock];
-  const int first_block = chunk * (kKvChunk / kKvBlock);
-  for (int b = 0; b < kKvChunk / kKvBlock; ++b) {
+  KeyRange ranges[kBlocksPerChunk];
+  const int first_block = chunk * kBlocksPerChunk;
+  for (int b = 0; b < kBlocksPerChunk; ++b) {
     ranges[b] = visible_keys(position, args.window, (first_block + b) * kKvBlock);
     if (ranges[b].empty()) continue;
     const Head head(layer, args.block_table[first_block + b], args.kv_head);
@@ -112,11 +112,13 @@ void attend_row(const AttentionArgs& args, int chunk, int position, const float*
       for (int d = 0; d < layer.k_dim; ++d) dot += q[d] * head.key(d, t);
       dot *= args.scale;
       if (args.softcap > 0.0F) dot = args.softcap * std::tanh(dot / args.softcap);
+      if (args.slopes != nullptr)
+        dot += slope * static_cast<float>((first_block + b) * kKvBlock + t - position);
       scores[b * kKvBlock + t] = dot;
       out[0] = std::max(out[0], dot);
     }
   }
-  for (int b = 0; b < kKvChunk / kKvBlock; ++b) {
+  for (int b = 0; b < kBlocksPerChunk; ++b) {
     if (ranges[b].empty()) continue;
     const Head head(layer, args.block_table[first_block + b], args.kv_head);
     for (int t = ranges[b].begin; t < ranges[b].end; ++t) {
@@ -131,17 +133,18 @@ void attend_chunk(const AttentionArgs& args, int chunk, float* out, std::byte* /
   const size_t stride = partial_floats(args.layer->v_dim);
   for (int i = 0; i < args.n_queries; ++i) {
     for (int g = 0; g < args.group; ++g) {
-      const float* q =
-          args.q + static_cast<size_t>(i) * args.ldq + static_cast<size_t>(g * args.layer->k_dim);
-      attend_row(args, chunk, args.first_position + i, q,
+      const int position = args.query_rows == nullptr ? args.first_position + i : args.first_position;
+      attend_row(args, chunk, position, query_row(args, i) + g * args.layer->k_dim,
+                 args.slopes == nullptr ? 0.0F : args.slopes[g],
                  out + static_cast<size_t>(i * args.group + g) * stride);
     }
   }
 }
 
-void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float* out) {
-  float max = -kInf, sum = 0.0F;
+void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float sink, float* out) {
+  float max = sink;
   for (int c = 0; c < n_chunks; ++c) max = std::max(max, partials[static_cast<size_t>(c) * stride]);
+  float sum = sink == -kInf ? 0.0F : std::exp(sink - max);
   std::fill_n(out, v_dim, 0.0F);
   for (int c = 0; c < n_chunks; ++c) {
     const float* p = partials + static_cast<size_t>(c) * stride;

@@ -19,7 +19,8 @@ namespace caudal {
 constexpr int kPanelRows = 16;  // output rows of a packed panel
 constexpr int kTokenGroup = 4;  // tokens of a group in quantized activations
 constexpr int kKvBlock = 32;    // tokens of one cache block
-constexpr int kKvChunk = 256;   // keys of one attention partial; a multiple of kKvBlock
+constexpr int kKvChunk = 256;   // keys of one attention partial
+constexpr int kBlocksPerChunk = kKvChunk / kKvBlock;
 constexpr int kMaxHeadDim = 256;
 constexpr int kScanBlock = 64;  // logits of one block of `block_max`
 
@@ -63,13 +64,14 @@ enum class KvType : uint8_t { kF16, kQ8 };
 enum class GluAct : uint8_t { kSilu, kGeluTanh, kGelu };
 enum class RopeStyle : uint8_t { kNorm, kNeox };
 
-// Keys and values of one layer: blocks of kKvBlock tokens; inside a block the kv heads one after another;
-// inside a head first the keys, then the values (layout: kernels/attention.inl). k_dim and v_dim are
-// multiples of 4 up to kMaxHeadDim.
+// Keys and values of one layer: blocks of kKvBlock tokens, in strips of kBlocksPerChunk (the last one may
+// have fewer). Inside a strip the kv heads one after another, inside a head the blocks, so that a head's keys
+// and values of blocks that follow one another are read as one stream; inside a block first the keys, then
+// the values (layout: kernels/attention.inl). k_dim and v_dim are multiples of 4 up to kMaxHeadDim.
 struct KvLayer {
   std::byte* data = nullptr;
   KvType type = KvType::kF16;
-  int n_kv_heads = 0, k_dim = 0, v_dim = 0;
+  int num_blocks = 0, n_kv_heads = 0, k_dim = 0, v_dim = 0;
   size_t head_bytes = 0;  // from kv_head_bytes(); a block is n_kv_heads * head_bytes
 };
 
@@ -82,11 +84,17 @@ struct AttentionArgs {
   float scale = 1.0F;    // applied to q
   float softcap = 0.0F;  // 0: none
   int window = 0;        // 0: none; else keys p - window + 1 .. p
+  // ALiBi (Press et al. 2022): slopes[head of the group] * (key's position - query's) is added to the capped
+  // score. Null: none.
+  const float* slopes = nullptr;
   const int32_t* block_table = nullptr;
   const float* q = nullptr;  // [n_queries] rows, `ldq` floats apart, pointing at the group's first head
   size_t ldq = 0;
   int first_position = 0;  // of the first query; queries are consecutive tokens of one sequence
   int n_queries = 0;
+  // Not null: rows of q of any sequences whose tables have the chunk in common. All are behind it and see all
+  // of it; first_position is the smallest of theirs and block_table that query's; no window, no slopes.
+  const int32_t* query_rows = nullptr;
 };
 
 // Softmax state of one (query, head) over one chunk of keys: max, sum, then v_dim unnormalized outputs.
@@ -143,8 +151,10 @@ struct Kernels {
   // attention_scratch_bytes(), 64-byte aligned, private to the thread.
   void (*attend_chunk)(const AttentionArgs& args, int chunk, float* out, std::byte* scratch);
   // Folds the partials of n_chunks chunks (`stride` floats apart, ascending) of one (query, head) into v_dim
-  // outputs. Chunks that the query does not see change nothing; zeros where it sees no key at all.
-  void (*attend_reduce)(const float* partials, int n_chunks, size_t stride, int v_dim, float* out);
+  // outputs. Chunks that the query does not see change nothing; zeros where it sees no key at all. `sink`: a
+  // score without value that takes its share of the softmax; -inf: none.
+  void (*attend_reduce)(const float* partials, int n_chunks, size_t stride, int v_dim, float sink,
+                        float* out);
 };
 
 constexpr int kMaxQueriesPerCall = 32;  // n_queries of attend_chunk

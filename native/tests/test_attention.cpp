@@ -24,6 +24,14 @@ struct Shape {
   int k_dim = 64, v_dim = 64, group = 3, n_kv_heads = 2;
   int window = 0;
   float softcap = 0.0F;
+  bool sinks = false, alibi = false;
+
+  float sink(int head) const { return sinks ? 2.0F - 0.75F * static_cast<float>(head) : -kInf; }
+  std::vector<float> slopes() const {  // of the heads of a group
+    std::vector<float> all;
+    for (int h = 0; h < group; ++h) all.push_back(std::exp2(-1.5F * static_cast<float>(h)));
+    return all;
+  }
 };
 
 // Keys, values and queries of `tokens` positions of one layer
@@ -52,7 +60,8 @@ class Cache {
       : table_(static_cast<size_t>((tokens + kKvBlock - 1) / kKvBlock)), memory_(bytes(s)) {
     std::iota(table_.begin(), table_.end(), 0);
     std::shuffle(table_.begin(), table_.end(), std::mt19937(seed));
-    layer_ = {memory_.get(), s.type, s.n_kv_heads, s.k_dim, s.v_dim, kv_head_bytes(s.type, s.k_dim, s.v_dim)};
+    layer_ = {memory_.get(), s.type,  static_cast<int>(table_.size()),        s.n_kv_heads,
+              s.k_dim,       s.v_dim, kv_head_bytes(s.type, s.k_dim, s.v_dim)};
     std::memset(layer_.data, stale, bytes(s));
   }
 
@@ -88,6 +97,7 @@ std::vector<float> attend(const Kernels& kernels, const Shape& s, const Cache& c
   std::memset(scratch.get(), 0xFF, attention_scratch_bytes(s.group, s.k_dim, s.v_dim));
   const auto v_dim = static_cast<size_t>(s.v_dim), group = static_cast<size_t>(s.group);
   std::vector<float> out(static_cast<size_t>(end - begin) * group * v_dim);
+  const std::vector<float> slopes = s.slopes();
   for (int first = begin; first < end; first += tile) {
     AttentionArgs args;
     args.layer = &cache.layer();
@@ -96,6 +106,7 @@ std::vector<float> attend(const Kernels& kernels, const Shape& s, const Cache& c
     args.scale = 1.0F / std::sqrt(static_cast<float>(s.k_dim));
     args.softcap = s.softcap;
     args.window = s.window;
+    args.slopes = s.alibi ? slopes.data() : nullptr;
     args.block_table = cache.table().data();
     args.q =
         in.q.data() + static_cast<size_t>(first) * in.ldq + static_cast<size_t>(kv_head * s.group * s.k_dim);
@@ -111,6 +122,7 @@ std::vector<float> attend(const Kernels& kernels, const Shape& s, const Cache& c
     }
     for (size_t row = 0; row < rows; ++row) {
       kernels.attend_reduce(partials.data() + row * partial_floats(s.v_dim), chunks, per_chunk, s.v_dim,
+                            s.sink(kv_head * s.group + static_cast<int>(row % group)),
                             out.data() + (static_cast<size_t>(first - begin) * group + row) * v_dim);
     }
   }
@@ -132,17 +144,21 @@ std::vector<double> stored(const Shape& s, const float* x, int n) {
 
 // Textbook attention of one (query, head) in double precision over the rows in `k` and `v`.
 std::vector<double> exact(const Shape& s, const std::vector<std::vector<double>>& k,
-                          const std::vector<std::vector<double>>& v, const float* q, int position) {
+                          const std::vector<std::vector<double>>& v, const float* q, int position,
+                          int kv_head, int g) {
   const int begin = s.window > 0 ? std::max(0, position - s.window + 1) : 0;
   std::vector<double> p, out(static_cast<size_t>(s.v_dim), 0.0);
   for (int t = begin; t <= position; ++t) {
     double dot = 0.0;
     for (int d = 0; d < s.k_dim; ++d) dot += q[d] * k[static_cast<size_t>(t)][static_cast<size_t>(d)];
     dot /= std::sqrt(static_cast<double>(s.k_dim));
-    p.push_back(s.softcap > 0 ? s.softcap * std::tanh(dot / s.softcap) : dot);
+    if (s.softcap > 0) dot = s.softcap * std::tanh(dot / s.softcap);
+    if (s.alibi) dot += s.slopes()[static_cast<size_t>(g)] * static_cast<double>(t - position);
+    p.push_back(dot);
   }
-  const double max = *std::max_element(p.begin(), p.end());
-  double sum = 0.0;
+  const double sink = s.sink(kv_head * s.group + g),
+               max = std::max(sink, *std::max_element(p.begin(), p.end()));
+  double sum = std::exp(sink - max);
   for (double& x : p) sum += x = std::exp(x - max);
   for (int t = begin; t <= position; ++t) {
     for (size_t d = 0; d < out.size(); ++d)
@@ -167,7 +183,7 @@ double worst_difference(const Shape& s, const Inputs& in, int tokens, const std:
       const auto want = exact(s, k, v,
                               in.q.data() + static_cast<size_t>(positions[i]) * in.ldq +
                                   static_cast<size_t>((kv_head * s.group + g) * s.k_dim),
-                              positions[i]);
+                              positions[i], kv_head, g);
       for (size_t d = 0; d < want.size(); ++d) {
         const double error = std::abs(got[i][static_cast<size_t>(g) * want.size() + d] - want[d]);
         worst = std::isnan(error) ? kInf : std::max(worst, error);
@@ -203,6 +219,10 @@ std::vector<Shape> shapes() {
     all.push_back({type, 64, 64, 3, 2, 0, 2.0F});
     for (const int window : {1, 5, 32, 100, 256, 300}) all.push_back({type, 64, 64, 4, 1, window, 0.0F});
     all.push_back({type, 256, 256, 2, 1, 70, 5.0F});
+    all.push_back({type, 64, 64, 8, 2, 0, 0.0F, true, false});
+    all.push_back({type, 64, 64, 3, 2, 128, 0.0F, true, false});
+    all.push_back({type, 64, 64, 1, 2, 0, 0.0F, false, true});
+    all.push_back({type, 80, 80, 5, 1, 90, 3.0F, true, true});
   }
   if (!kEmulated) return all;
   std::vector<Shape> some;
@@ -213,7 +233,8 @@ std::vector<Shape> shapes() {
 std::string describe(const Shape& s) {
   std::ostringstream text;
   text << (s.type == KvType::kF16 ? "f16" : "q8") << " k_dim " << s.k_dim << " v_dim " << s.v_dim << " group "
-       << s.group << " window " << s.window << " softcap " << s.softcap;
+       << s.group << " window " << s.window << " softcap " << s.softcap << " sinks " << s.sinks << " alibi "
+       << s.alibi;
   return text.str();
 }
 
@@ -385,13 +406,75 @@ TEST_CASE("large scores neither overflow nor lose the largest") {
   }
 }
 
+TEST_CASE("queries stacked over the same chunk give the same bits as alone") {
+  const int tokens = 1000;
+  for (const Shape& s : shapes()) {
+    if (s.window > 0 || s.alibi) continue;  // these queries are not stacked
+    INFO(describe(s));
+    const Inputs in(s, tokens, 20);
+    const std::vector<int32_t> rows = {900, 512, 999, 513, 514, 700};
+    for (const Kernels* k : kernels_with_own(&Kernels::attend_chunk)) {
+      CAPTURE(std::string(k->name));
+      Cache cache(s, tokens, 5);
+      cache.append(*k, in, 0, tokens);
+      const Memory scratch(attention_scratch_bytes(s.group, s.k_dim, s.v_dim));
+      AttentionArgs args;
+      args.layer = &cache.layer();
+      args.kv_head = s.n_kv_heads - 1;
+      args.group = s.group;
+      args.scale = 0.2F;
+      args.softcap = s.softcap;
+      args.block_table = cache.table().data();
+      args.ldq = in.ldq;
+      const float* q = in.q.data() + static_cast<size_t>(args.kv_head * s.group * s.k_dim);
+      const size_t floats = static_cast<size_t>(s.group) * partial_floats(s.v_dim);
+      for (const int chunk : {0, 1}) {
+        for (const int n : {2, 6}) {
+          std::vector<float> stacked(static_cast<size_t>(n) * floats, kNan), alone(floats);
+          args.q = q;
+          args.first_position = 512;
+          args.n_queries = n;
+          args.query_rows = rows.data();
+          k->attend_chunk(args, chunk, stacked.data(), scratch.get());
+          args.n_queries = 1;
+          args.query_rows = nullptr;
+          for (int i = 0; i < n; ++i) {
+            args.first_position = rows[static_cast<size_t>(i)];
+            args.q = q + static_cast<size_t>(args.first_position) * in.ldq;
+            k->attend_chunk(args, chunk, alone.data(), scratch.get());
+            CHECK(std::memcmp(alone.data(), stacked.data() + static_cast<size_t>(i) * floats,
+                              floats * sizeof(float)) == 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a sink takes its share of the softmax, and all of it where a query sees no key") {
+  for (const Kernels* k : kernels_with_own(&Kernels::attend_chunk)) {
+    CAPTURE(std::string(k->name));
+    const std::vector<float> partials = {1.0F, 2.0F, 4.0F, 8.0F, 12.0F, 16.0F};
+    float out[4];
+    k->attend_reduce(partials.data(), 1, 6, 4, 1.0F, out);  // exp(1 - 1) beside a sum of 2
+    for (int d = 0; d < 4; ++d) CHECK(out[d] == doctest::Approx(partials[static_cast<size_t>(2 + d)] / 3.0));
+    k->attend_reduce(partials.data(), 1, 6, 4, 200.0F, out);  // larger than every score
+    for (int d = 0; d < 4; ++d) CHECK(out[d] == 0.0F);
+    const std::vector<float> unseen = {-kInf, 0.0F, kNan, kNan, kNan, kNan};
+    k->attend_reduce(unseen.data(), 1, 6, 4, -3.0F, out);
+    for (int d = 0; d < 4; ++d) CHECK(out[d] == 0.0F);
+    k->attend_reduce(partials.data(), 1, 6, 4, kNan, out);
+    for (int d = 0; d < 4; ++d) CHECK(std::isnan(out[d]));
+  }
+}
+
 TEST_CASE("partials of chunks that nobody sees fold to nothing") {
   for (const Kernels* k : kernels_with_own(&Kernels::attend_chunk)) {
     std::vector<float> partials = {-kInf, 0.0F, kNan, kNan, kNan, kNan, 2.0F, 4.0F, 1.0F, 2.0F, 3.0F, 4.0F};
     float out[4];
-    k->attend_reduce(partials.data(), 2, 6, 4, out);
+    k->attend_reduce(partials.data(), 2, 6, 4, -kInf, out);
     for (int d = 0; d < 4; ++d) CHECK(out[d] == static_cast<float>(d + 1) / 4.0F);
-    k->attend_reduce(partials.data(), 1, 6, 4, out);
+    k->attend_reduce(partials.data(), 1, 6, 4, -kInf, out);
     for (int d = 0; d < 4; ++d) CHECK(out[d] == 0.0F);
   }
 }

@@ -27,6 +27,7 @@ struct Options {
   int threads = 1, window = 0;
   int32_t num_blocks = kBlocks;
   int head_dim = kHeadDim, norm_head_dim = kHeadDim;
+  bool sinks = false, alibi = false;
 };
 
 // Owns the weights' sources, which unpacked weights read in place.
@@ -73,7 +74,9 @@ class TinyModel {
                                     .v_head_dim = d,
                                     .window = o.window,
                                     .scale = 0.25F,
-                                    .softcap = 0.0F});
+                                    .softcap = 0.0F,
+                                    .sinks = o.sinks ? vector(kHeads) : -1,
+                                    .slopes = o.alibi ? vector(kHeads) : -1});
     model_.add_phase(LinearPhase{
         .input = attended,
         .linears = {
@@ -197,6 +200,99 @@ TEST_CASE("a step's results are the same bits with any threads, chunks and neigh
         }
       }
     }
+  }
+}
+
+TEST_CASE("sequences over shared blocks give the same bits together and alone") {
+  // Prompts that agree in their first tokens share the blocks of them: all but the last two 256 tokens, four
+  // of them 512. The last has no whole chunk, the one before is of blocks of its own with the same tokens.
+  struct Sequence {
+    int shared_blocks, length;
+  };
+  const std::vector<Sequence> sequences = {{16, 601}, {8, 300},  {16, 513}, {16, 540}, {8, 512},
+                                           {8, 257},  {16, 639}, {8, 290},  {0, 530},  {0, 200}};
+  std::vector<std::vector<int32_t>> tables;
+  int next = 16;  // blocks 0 .. 15 are the shared ones
+  for (const Sequence& s : sequences) {
+    std::vector<int32_t> table(kBlocksPerSequence);
+    for (int b = 0; b < kBlocksPerSequence; ++b)
+      table[static_cast<size_t>(b)] = b < s.shared_blocks ? b : next++;
+    tables.push_back(table);
+  }
+  // The last `n` tokens of the sequences, or all of them one by one
+  const auto step = [&](Model& m, const std::vector<size_t>& which, int n) {
+    Step step({});
+    for (const size_t s : which) {
+      const int length = sequences[s].length;
+      for (int t = length - n; t < length; ++t) {
+        step.token_ids.push_back(t < sequences[s].shared_blocks * kKvBlock ? token(0, t)
+                                                                           : token(static_cast<int>(s), t));
+        step.positions.push_back(t);
+        step.slots.push_back(tables[s][static_cast<size_t>(t / kKvBlock)] * kKvBlock + t % kKvBlock);
+      }
+      step.block_tables.insert(step.block_tables.end(), tables[s].begin(), tables[s].end());
+      step.query_start.push_back(static_cast<int32_t>(step.token_ids.size()));
+      step.seq_lens.push_back(length);
+      step.logits_rows.push_back(static_cast<int32_t>(step.token_ids.size()) - 1);
+    }
+    const std::span<const float> logits = m.run(step.input());
+    return std::vector<float>(logits.begin(), logits.end());
+  };
+  std::vector<size_t> everybody(sequences.size());
+  std::iota(everybody.begin(), everybody.end(), 0);
+  for (const Kernels* kernels : all_kernels()) {
+    if (kEmulated && kernels != &available_kernels().back()) continue;
+    for (const Options& options : {Options{}, Options{.kv = KvType::kQ8}, Options{.window = 300},
+                                   Options{.sinks = true, .alibi = true}}) {
+      CAPTURE(std::string(kernels->name));
+      for (const int threads : {1, 3}) {
+        Options o = options;
+        o.threads = threads;
+        o.num_blocks = next;
+        TinyModel tiny(*kernels, o);
+        Model& m = tiny.model();
+        for (const size_t s : everybody) step(m, {s}, sequences[s].length);
+        for (const int n : {1, 3}) {
+          if (n == 3 && kEmulated) continue;
+          const std::vector<float> together = step(m, everybody, n);
+          for (const size_t s : everybody) {
+            CAPTURE(s);
+            CHECK(row(together, s) == step(m, {s}, n));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("more sequences over one prefix than a kernel takes at once") {
+  TinyModel tiny(available_kernels().back(), {.threads = 2, .num_blocks = 8 + 70});
+  Model& m = tiny.model();
+  Step prompt({});
+  const auto add = [](Step& step, int sequence, int begin, int end) {
+    for (int t = begin; t < end; ++t) {
+      step.token_ids.push_back(token(sequence, t));
+      step.positions.push_back(t);
+      step.slots.push_back((t < kKvChunk ? t / kKvBlock : kBlocksPerChunk + sequence) * kKvBlock +
+                           t % kKvBlock);
+    }
+    for (int b = 0; b < kBlocksPerSequence; ++b)
+      step.block_tables.push_back(b < kBlocksPerChunk ? b : kBlocksPerChunk + sequence);
+    step.query_start.push_back(static_cast<int32_t>(step.token_ids.size()));
+    step.seq_lens.push_back(end);
+    step.logits_rows.push_back(static_cast<int32_t>(step.token_ids.size()) - 1);
+  };
+  add(prompt, 0, 0, kKvChunk);
+  m.run(prompt.input());
+  Step all({});
+  for (int s = 0; s < 70; ++s) add(all, s, kKvChunk, kKvChunk + 1);
+  const std::span<const float> logits = m.run(all.input());
+  const std::vector<float> together(logits.begin(), logits.end());
+  for (int s = 0; s < 70; ++s) {
+    Step one({});
+    add(one, s, kKvChunk, kKvChunk + 1);
+    const std::span<const float> alone = m.run(one.input());
+    CHECK(row(together, static_cast<size_t>(s)) == std::vector<float>(alone.begin(), alone.end()));
   }
 }
 
