@@ -188,7 +188,7 @@ void bind_model(nb::module_& m) {
           [](PyModel& self, int q, int k, int v, int out, int layer, int n_heads, int n_kv_heads,
              int head_dim, int v_head_dim, float scale, int window, float softcap, int q_rope, int k_rope,
              const std::string& rope_style, const std::optional<NormSpec>& q_norm,
-             const std::optional<NormSpec>& k_norm) {
+             const std::optional<NormSpec>& k_norm, int sinks, int slopes) {
             self.model.add_phase(AttentionPhase{.q = q,
                                                 .k = k,
                                                 .v = v,
@@ -204,11 +204,13 @@ void bind_model(nb::module_& m) {
                                                 .v_head_dim = v_head_dim,
                                                 .window = window,
                                                 .scale = scale,
-                                                .softcap = softcap});
+                                                .softcap = softcap,
+                                                .sinks = sinks,
+                                                .slopes = slopes});
           },
           nb::kw_only(), "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
           "v_head_dim"_a, "scale"_a, "window"_a, "softcap"_a, "q_rope"_a, "k_rope"_a, "rope_style"_a,
-          "q_norm"_a = nb::none(), "k_norm"_a = nb::none())
+          "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "sinks"_a = -1, "slopes"_a = -1)
       .def(
           "head",
           [](PyModel& self, int input, int weight, int bias, const std::optional<NormSpec>& norm, float scale,

@@ -26,6 +26,7 @@ AttentionScratch carve_attention_scratch(std::byte* memory, int rows, int k_dim,
   take(s.sums, n * 8);
   take(s.maxima, n);
   take(s.q_scales, n);
+  take(s.q_sums, n);
   take(s.q, n * dk);
   return s;
 }

@@ -12,6 +12,7 @@ struct AttentionScratch {
   float* sums = nullptr;      // [rows][8]
   float* maxima = nullptr;    // [rows]
   float* q_scales = nullptr;  // [rows]
+  int32_t* q_sums = nullptr;  // [rows]
   int16_t* q = nullptr;       // [rows][k_dim]
   size_t bytes = 0;
 };

@@ -1,10 +1,8 @@
 // Paged attention for 64-bit ARM.
 //
-// Up to kTileRows rows (a row is one query of one head) go through a block together, so that keys and values
-// are loaded once for the tile. Every number of every row is computed by the same operations in the same
-// order whatever the tile: scores add up over k_dim, outputs over the block's tokens, both in ascending order
-// with one accumulator. So a row's result does not depend on its neighbours; and as attention_avx2.cpp has
-// the same order, its results are the same bits.
+// Up to kTileRows rows go through a block together, so that keys and values are loaded once for the tile:
+// scores add up over k_dim, outputs over the block's tokens, both in ascending order with one accumulator. As
+// attention_avx2.cpp has the same order, the results are the same bits.
 #include <arm_neon.h>
 
 #include "kernels/attention.h"
@@ -13,12 +11,14 @@
 namespace caudal {
 namespace {
 
-#include "kernels/attention.inl"
-#include "kernels/vector_math_neon.inl"
-
 constexpr int kTileRows = 6;
 constexpr int kQuads = kKvBlock / 4;  // vectors of a row of scores
-constexpr float kInf = __builtin_inff();
+
+// clang-format off: in this order
+#include "kernels/attention.inl"
+#include "kernels/vector_math_neon.inl"
+#include "kernels/attention_tiles.inl"
+// clang-format on
 
 // --- conversion
 
@@ -61,8 +61,8 @@ inline void quantize_bytes(const float* x, RowScale s, int8_t* out) {
 
 // --- append
 
-inline void append_half(std::byte* head, const HeadLayout& layout, int token, const float* k, int k_dim,
-                        const float* v, int v_dim) {
+void append_half(std::byte* head, const HeadLayout& layout, int token, const float* k, int k_dim,
+                 const float* v, int v_dim) {
   auto* keys = reinterpret_cast<uint16_t*>(head) + token;
   for (int d = 0; d < k_dim; d += 4) {
     uint16_t h[4];
@@ -73,8 +73,8 @@ inline void append_half(std::byte* head, const HeadLayout& layout, int token, co
   for (int d = 0; d < v_dim; d += 4) vst1_u16(values + d, to_half(vld1q_f32(v + d)));
 }
 
-inline void append_q8(std::byte* head, const HeadLayout& layout, int token, const float* k, int k_dim,
-                      const float* v, int v_dim) {
+void append_q8(std::byte* head, const HeadLayout& layout, int token, const float* k, int k_dim,
+               const float* v, int v_dim) {
   const RowScale ks = row_scale(k, k_dim, 127.0F), vs = row_scale(v, v_dim, 127.0F);
   auto* keys = reinterpret_cast<int8_t*>(head);
   for (int d = 0; d < k_dim; d += 4) quantize_bytes(k + d, ks, keys + (d / 4 * kKvBlock + token) * 4);
@@ -89,29 +89,7 @@ inline void append_q8(std::byte* head, const HeadLayout& layout, int token, cons
   reinterpret_cast<float*>(head + layout.value_scales)[token] = vs.scale;
 }
 
-void kv_append(const KvLayer& layer, int kv_head, const int32_t* slots, int n, const float* k, size_t ldk,
-               const float* v, size_t ldv) {
-  const HeadLayout layout = head_layout(layer.type, layer.k_dim, layer.v_dim);
-  for (int i = 0; i < n; ++i) {
-    std::byte* head = head_data(layer, slots[i] / kKvBlock, kv_head);
-    const int token = slots[i] % kKvBlock;
-    const float* key = k + static_cast<size_t>(i) * ldk;
-    const float* value = v + static_cast<size_t>(i) * ldv;
-    if (layer.type == KvType::kF16) {
-      append_half(head, layout, token, key, layer.k_dim, value, layer.v_dim);
-    } else {
-      append_q8(head, layout, token, key, layer.k_dim, value, layer.v_dim);
-    }
-  }
-}
-
 // --- softmax over one block
-
-struct RowState {
-  float* max;     // of the scores so far
-  float* sums;    // 8 partial sums of exp(score - max)
-  float* output;  // [v_stride], unnormalized
-};
 
 // All ones where a token of the quad is in the range
 inline uint32x4_t seen(KeyRange range, int quad) {
@@ -120,15 +98,8 @@ inline uint32x4_t seen(KeyRange range, int quad) {
   return vandq_u32(vcgeq_s32(token, vdupq_n_s32(range.begin)), vcltq_s32(token, vdupq_n_s32(range.end)));
 }
 
-// slope * (distance + t) is added to the score of the block's key t.
-struct Bias {
-  float slope;
-  int distance;  // of the block's first key from the query
-};
-
-// s: 32 scores, replaced by exp(score - max). Keys outside `range` get exactly 0, whatever is in s.
-inline void softmax_block(float* s, KeyRange range, float scale, float softcap, Bias bias, int v_stride,
-                          RowState row) {
+void softmax_block(float* s, KeyRange range, float scale, float softcap, Bias bias, int v_stride,
+                   RowState row) {
   float32x4_t x[kQuads];
 #pragma GCC unroll 8
   for (int j = 0; j < kQuads; ++j) x[j] = vmulq_n_f32(vld1q_f32(s + 4 * j), scale);
@@ -173,7 +144,9 @@ inline void softmax_block(float* s, KeyRange range, float scale, float softcap, 
   vst1q_f32(row.sums + 4, vaddq_f32(high, vaddq_f32(vaddq_f32(x[1], x[3]), vaddq_f32(x[5], x[7]))));
 }
 
-// --- products of up to kTileRows rows with a block, in floats
+float sum_lanes(const float* x) { return sum_lanes(vld1q_f32(x), vld1q_f32(x + 4)); }
+
+// --- the f16 cache: products of up to kTileRows rows with a block, in floats
 
 struct HalfSource {
   using Number = uint16_t;
@@ -233,36 +206,11 @@ inline void product_rows(const float* const* a, Matrix<S> b, float* const* c, in
   for (; column < width; column += 8) product<S, R, 2, kAdd>(a, b, c, column);
 }
 
-// --- the two kinds of cache. Each opens a block, then computes scores and adds values for tiles of rows.
-
-struct Context {
-  const AttentionArgs& args;
-  const HeadLayout layout;
-  const AttentionScratch scratch;
-  const int rows;
-
-  const float* query(int row) const {
-    return query_row(args, row / args.group) +
-           static_cast<size_t>(row % args.group) * static_cast<size_t>(args.layer->k_dim);
-  }
-  Bias bias(int row, int base) const {
-    if (args.slopes == nullptr) return {0.0F, 0};
-    return {args.slopes[row % args.group], base - args.first_position - row / args.group};
-  }
-  float* output(int row) const {
-    return scratch.outputs + static_cast<size_t>(row) * static_cast<size_t>(layout.v_stride);
-  }
-  float* sums(int row) const { return scratch.sums + static_cast<size_t>(row) * 8; }
-};
-
-// Blocks that more rows than this go through are converted to floats once.
-constexpr int kConvertRows = 12;
-
 class HalfCache {
  public:
   explicit HalfCache(const Context& c) : c_(c), convert_(c.rows > kConvertRows) {}
 
-  void open(const std::byte* head) {
+  void open(const std::byte* head, const std::byte* /*next*/) {
     keys_ = reinterpret_cast<const uint16_t*>(head);
     values_ = reinterpret_cast<const uint16_t*>(head + c_.layout.values);
     if (!convert_) return;
@@ -328,7 +276,7 @@ class Q8Cache {
     }
   }
 
-  void open(const std::byte* head) {
+  void open(const std::byte* head, const std::byte* /*next*/) {
     keys_ = reinterpret_cast<const int8_t*>(head);
     key_scales_ = reinterpret_cast<const float*>(head + c_.layout.key_scales);
     values_ = reinterpret_cast<const int8_t*>(head + c_.layout.values);
@@ -478,97 +426,7 @@ class Q8Cache {
   const float* value_scales_ = nullptr;
 };
 
-// --- a chunk
-
-// Rows row .. row + R through the open block
-template <int R, class Cache>
-void attend_tile(const Context& c, const Cache& cache, int row, int base, KeyRange range) {
-  float memory[R][kKvBlock];
-  float* s[R];
-  for (int r = 0; r < R; ++r) s[r] = memory[r];
-  cache.template scores<R>(row, s);
-  for (int r = 0; r < R; ++r) {
-    softmax_block(s[r], range, cache.score_scale(), c.args.softcap, c.bias(row + r, base), c.layout.v_stride,
-                  {c.scratch.maxima + row + r, c.sums(row + r), c.output(row + r)});
-  }
-  cache.template add_values<R>(row, s, range);
-}
-
-// Rows begin .. end through the open block, whose first key is at `base`, in tiles of nearly equal size
-template <class Cache>
-void attend_rows(const Context& c, const Cache& cache, int begin, int end, int base, KeyRange range) {
-  for (int tiles = (end - begin + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
-    const int n = (end - begin + tiles - 1) / tiles;
-    switch (n) {
-      case 1:
-        attend_tile<1>(c, cache, begin, base, range);
-        break;
-      case 2:
-        attend_tile<2>(c, cache, begin, base, range);
-        break;
-      case 3:
-        attend_tile<3>(c, cache, begin, base, range);
-        break;
-      case 4:
-        attend_tile<4>(c, cache, begin, base, range);
-        break;
-      case 5:
-        attend_tile<5>(c, cache, begin, base, range);
-        break;
-      default:
-        attend_tile<6>(c, cache, begin, base, range);
-        break;
-    }
-    begin += n;
-  }
-}
-
-template <class Cache>
-void attend_blocks(const Context& c, int chunk) {
-  const AttentionArgs& a = c.args;
-  Cache cache(c);
-  const int last_position = last_query_position(a);
-  for (int b = chunk * kBlocksPerChunk; b < (chunk + 1) * kBlocksPerChunk; ++b) {
-    const int base = b * kKvBlock;
-    // Ranges begin and end later from query to query.
-    const KeyRange first = visible_keys(a.first_position, a.window, base),
-                   last = visible_keys(last_position, a.window, base);
-    if (last.end <= 0) break;
-    if (first.begin >= kKvBlock) continue;
-    cache.open(head_data(*a.layer, a.block_table[b], a.kv_head));
-    if (first.full() && last.full()) {
-      attend_rows(c, cache, 0, c.rows, base, first);
-      continue;
-    }
-    for (int i = 0; i < a.n_queries; ++i) {
-      const KeyRange range = visible_keys(a.first_position + i, a.window, base);
-      if (!range.empty()) attend_rows(c, cache, i * a.group, (i + 1) * a.group, base, range);
-    }
-  }
-}
-
-void attend_chunk(const AttentionArgs& args, int chunk, float* out, std::byte* scratch) {
-  const int k_dim = args.layer->k_dim, v_dim = args.layer->v_dim, rows = args.n_queries * args.group;
-  const Context c{args, head_layout(args.layer->type, k_dim, v_dim),
-                  carve_attention_scratch(scratch, rows, k_dim, v_dim), rows};
-  for (int row = 0; row < rows; ++row) {
-    c.scratch.maxima[row] = -kInf;
-    for (int i = 0; i < 8; ++i) c.sums(row)[i] = 0.0F;
-    for (int d = 0; d < c.layout.v_stride; ++d) c.output(row)[d] = 0.0F;
-  }
-  if (args.layer->type == KvType::kF16) {
-    attend_blocks<HalfCache>(c, chunk);
-  } else {
-    attend_blocks<Q8Cache>(c, chunk);
-  }
-  for (int row = 0; row < rows; ++row, out += 2 + v_dim) {
-    const float* sums = c.sums(row);
-    const float* from = c.output(row);
-    out[0] = c.scratch.maxima[row];
-    out[1] = sum_lanes(vld1q_f32(sums), vld1q_f32(sums + 4));
-    for (int d = 0; d < v_dim; d += 4) vst1q_f32(out + 2 + d, vld1q_f32(from + d));
-  }
-}
+// --- partials
 
 void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim, float sink, float* out) {
   float max = sink == sink ? sink : -kInf, sum = 0.0F;
@@ -595,7 +453,7 @@ void attend_reduce(const float* partials, int n_chunks, size_t stride, int v_dim
 
 void fill_attention_neon(Kernels& table) {
   table.kv_append = kv_append;
-  table.attend_chunk = attend_chunk;
+  table.attend_chunk = attend_chunk<HalfCache, Q8Cache>;
   table.attend_reduce = attend_reduce;
 }
 

@@ -21,6 +21,7 @@ void fill_vector_neon(Kernels& table);
 // kv_append, attend_chunk, attend_reduce
 void fill_attention_reference(Kernels& table);
 void fill_attention_avx2(Kernels& table);
+void fill_attention_avx512(Kernels& table);
 void fill_attention_neon(Kernels& table);
 
 }  // namespace caudal

@@ -26,8 +26,8 @@ std::vector<Kernels> make_tables() {
   }
 #endif
 #ifdef CAUDAL_HAVE_AVX512
-  if (cpu_has_avx512_vnni()) {  // row operations and attention as with AVX2
-    tables.push_back(make_table("avx512", fill_gemm_avx512, fill_vector_avx2, fill_attention_avx2));
+  if (cpu_has_avx512_vnni()) {  // row operations as with AVX2
+    tables.push_back(make_table("avx512", fill_gemm_avx512, fill_vector_avx2, fill_attention_avx512));
   }
 #endif
 #ifdef CAUDAL_HAVE_NEON  // every 64-bit ARM processor

@@ -95,6 +95,8 @@ class Model:
         rope_style: str,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
+        sinks: int = -1,
+        slopes: int = -1,
     ) -> None: ...
     def head(
         self, input: int, weight: int, bias: int, norm: Norm | None, scale: float, softcap: float, num_ids: int

@@ -16,6 +16,7 @@ from caudal.engine.native_sampling import NativeSampler
 from caudal.engine.sampling import SamplerRow
 from caudal.executors.base import MAX_CANDIDATES, asked_for, whole_rows
 from caudal.executors.native import NativeExecutor
+from caudal.executors.reference import ReferenceExecutor
 from caudal.formats import open_checkpoint
 from caudal.graph.program import Builder
 from caudal.quants import QuantType, all_types, by_name
@@ -218,6 +219,55 @@ def test_heads_that_the_kernels_cannot_run(head_dim: int) -> None:
     b.program.output = b.last_tokens(b.attention(x, x, x, head_dim=head_dim, scale=1.0)).id
     with pytest.raises(UnsupportedModelError, match=f"heads of {head_dim} numbers"):
         NativeExecutor(checkpoint, EngineConfig(num_threads=1, max_model_len=32), program=b.program)
+
+
+ATTENTION_OPTIONS = {
+    "plain": {},
+    "window": {"window": 40},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"slopes": (0.5, 0.25, 0.02, 0.001)},
+    "sinks": {"sinks": "attn_sinks"},
+    "all": {"window": 300, "softcap": 3.0, "slopes": (0.5, 0.25, 0.02, 0.001), "sinks": "attn_sinks"},
+}
+
+
+@pytest.mark.parametrize("isa", _native.instruction_sets())
+@pytest.mark.parametrize("kv_type", ["f16", "q8"])
+@pytest.mark.parametrize("options", ATTENTION_OPTIONS)
+def test_attention_options_and_a_shared_prefix_against_the_reference(options: str, kv_type: str, isa: str) -> None:
+    """Three sequences that share the blocks of 544 tokens: two that decode and one with a prompt's end."""
+    rng = np.random.default_rng(8)
+    checkpoint = in_memory(
+        {
+            "token_embd.weight": rng.standard_normal((64, 32)),
+            "attn_k.weight": 0.4 * rng.standard_normal((16, 32)),
+            "attn_v.weight": rng.standard_normal((16, 32)),
+            "attn_sinks.weight": np.array([1.0, -0.5, 3.0, 0.0]),
+        }
+    )
+    b = Builder(checkpoint.tensors)
+    x = b.embed("token_embd", 32)
+    k, v = b.linear(x, "attn_k", 16), b.linear(x, "attn_v", 16)
+    attended = b.attention(x, k, v, head_dim=8, scale=8**-0.5, **ATTENTION_OPTIONS[options])
+    b.program.output = b.last_tokens(attended).id
+    prefix, ends = tokens(544, 64), [tokens(n, 64, seed=n) for n in (3, 40, 5)]
+    blocks = [[*range(17), 17 + 2 * i, 18 + 2 * i] for i in range(3)]
+    first = [Part(end[:-1], 544, table) for end, table in zip(ends[:2], blocks, strict=False)]
+    last = [Part([end[-1]], 544 + len(end) - 1, table) for end, table in zip(ends[:2], blocks, strict=False)]
+    last.append(Part(ends[2], 544, blocks[2], all_logits=True))
+    config = EngineConfig(num_threads=2, max_model_len=608, kv_cache_memory=1 << 20, kv_type=kv_type, isa=isa)
+    native = NativeExecutor(checkpoint, config, program=b.program)
+    reference = ReferenceExecutor(checkpoint, program=b.program, max_model_len=608, num_blocks=24)
+    results: list[np.ndarray] = []
+    for executor in (native, reference):
+        executor.run(build([Part(prefix, 0, blocks[0])], 32))
+        executor.run(build(first, 32))
+        results.append(executor.run(build(last, 32)).full.copy())
+    together, expected = results
+    tolerance = 2e-3 if kv_type == "f16" else 2e-2
+    assert np.abs(together - expected).max() < tolerance * np.abs(expected).max()
+    alone = [native.run(build([part], 32)).full.copy() for part in last]
+    assert np.array_equal(np.concatenate(alone), together)
 
 
 def test_packing_does_not_destroy_tensors_that_are_no_mapped_file() -> None:

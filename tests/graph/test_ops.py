@@ -61,7 +61,14 @@ def attention_row(c: Call, row: int) -> np.ndarray:
         scores = scores * a["scale"]
         if a["softcap"]:
             scores = a["softcap"] * np.tanh(scores / a["softcap"])
-        out.append(softmax(scores) @ v[start : row + 1, kv * a["v_head_dim"] : (kv + 1) * a["v_head_dim"]])
+        if a["slopes"]:
+            scores -= [a["slopes"][head] * (row - j) for j in range(start, row + 1)]
+        # A sink is one more key, with a value of zeros.
+        values = v[start : row + 1, kv * a["v_head_dim"] : (kv + 1) * a["v_head_dim"]]
+        if c.weights:
+            scores = np.append(scores, c.weights[0][head])
+            values = np.vstack([values, np.zeros(a["v_head_dim"])])
+        out.append(softmax(scores) @ values)
     return np.concatenate(out)
 
 
@@ -212,6 +219,7 @@ def valid() -> tuple[Program, dict[str, tuple[int, ...]]]:
         "scale": 0.5,
         "window": 0,
         "softcap": 0.0,
+        "slopes": (0.5, 0.25, 0.125, 0.0625),
     }
     rope = {"head_dim": 4, "inv_freq": (1.0, 0.1), "style": "norm", "mscale": 1.0}
     ops = [
@@ -219,7 +227,7 @@ def valid() -> tuple[Program, dict[str, tuple[int, ...]]]:
         Op("rms_norm", (0,), 1, ("norm.weight",), {"eps": 1e-5, "head_dim": 0}),
         Op("linear", (1,), 2, ("k.weight", "k.bias")),
         Op("rope", (1,), 3, ("rope_freqs.weight",), rope),
-        Op("attention", (3, 2, 2), 4, (), attention),
+        Op("attention", (3, 2, 2), 4, ("sinks.weight",), attention),
         Op("add", (0, 4), 5),
         Op("slice", (5,), 6, (), {"start": 2}),
         Op("softcap", (6,), 7, (), {"cap": 30.0}),
@@ -235,6 +243,7 @@ def valid() -> tuple[Program, dict[str, tuple[int, ...]]]:
         "k.bias": (8,),
         "rope_freqs.weight": (2,),
         "ln.weight": (6,),
+        "sinks.weight": (4,),
     }
     return Program(ops, [16, 16, 8, 16, 16, 16, 6, 6, 6, 6, 6, 6], 11), shapes
 
@@ -256,6 +265,7 @@ SHAPE_FAULTS = {
     "wrong bias": ("k.bias", (16,), "tensor k.bias"),
     "no rows": ("token_embd.weight", (0, 16), "token_embd.weight is empty"),
     "wrong embedding": ("token_embd.weight", (50, 8), r"ask for \[any, 16\]"),
+    "wrong sinks": ("sinks.weight", (2,), "sinks.weight"),
     "wrong factors": ("rope_freqs.weight", (4,), "rope_freqs.weight"),
 }
 
@@ -327,6 +337,8 @@ PROGRAM_FAULTS: dict[str, Callable[[Program], None]] = {
     "attention value size": attrs(4, v_head_dim=2),
     "attention window": attrs(4, window=-1),
     "attention cap": attrs(4, softcap=math.inf),
+    "attention slopes of some heads": attrs(4, slopes=(1.0, 0.5)),
+    "attention slope not a number": attrs(4, slopes=(1.0, math.nan, 0.25, 0.125)),
     "attention scale": attrs(4, scale=math.nan),
     "attention layers with a gap": attrs(4, layer=1),
     "add of other widths": op(5, inputs=(0, 2)),

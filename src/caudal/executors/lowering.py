@@ -336,6 +336,8 @@ class Lowering:
             rope_style=style,
             q_norm=norms[0],
             k_norm=norms[1],
+            sinks=self._vector(op.weights[0]) if op.weights else -1,
+            slopes=self.model.add_vector(np.array(op.numbers("slopes"), np.float32)) if op.numbers("slopes") else -1,
         )
 
     def _emit_row_op(self, op: Op) -> None:

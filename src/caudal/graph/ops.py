@@ -137,6 +137,9 @@ def _attention(c: Call) -> Array:
     keys[batch.slot_mapping] = c.inputs[1].reshape(-1, *keys.shape[1:])
     values[batch.slot_mapping] = c.inputs[2].reshape(-1, *values.shape[1:])
     softcap, window = op.number("softcap"), op.integer("window")
+    heads = (*q.shape[1:3], 1, 1)
+    slopes = np.array(op.numbers("slopes"), np.float32).reshape(heads) if op.numbers("slopes") else None
+    sinks = c.weights[0].reshape(heads) if c.weights else None
     out = np.empty((*q.shape[:3], values.shape[2]), np.float32)
     for s in range(batch.num_sequences):
         rows = slice(batch.query_start[s], batch.query_start[s + 1])
@@ -148,10 +151,16 @@ def _attention(c: Call) -> Array:
         if softcap:
             scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
         distance = batch.positions[rows, None] - context
+        if slopes is not None:
+            scores -= slopes * distance.astype(np.float32)
         hidden = (distance < 0) | (distance >= window) if window else distance < 0
         scores[:, :, hidden] = -np.inf
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True, dtype=np.float32)
+        largest = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            largest = np.maximum(largest, sinks)
+        weights = np.exp(scores - largest)
+        total = weights.sum(axis=-1, keepdims=True, dtype=np.float32)
+        weights /= total if sinks is None else total + np.exp(sinks - largest)
         out[rows] = (weights @ v.transpose(1, 0, 2)[:, None]).transpose(2, 0, 1, 3)
     return out.reshape(len(out), c.width)
 
@@ -249,6 +258,8 @@ def _attention_problem(op: Op, inputs: tuple[int, ...], width: int) -> str:
         return f"scale is {op.number('scale')}"
     if op.integer("window") < 0 or not 0 <= op.number("softcap") < math.inf:
         return "window and softcap must be 0 (none) or positive"
+    if len(op.numbers("slopes")) not in (0, n_heads) or not all(map(math.isfinite, op.numbers("slopes"))):
+        return f"slopes must be {n_heads} finite numbers, one a head, or none"
     return ""
 
 
@@ -287,7 +298,15 @@ def _rope_case(
 
 
 def _attention_case(
-    heads: int, kv_heads: int, dim: int, *, v_dim: int = 0, window: int = 0, softcap: float = 0.0
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    v_dim: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi: bool = False,
+    sinks: bool = False,
 ) -> Case:
     v_dim = v_dim or dim
     attrs = {
@@ -299,8 +318,10 @@ def _attention_case(
         "scale": dim**-0.5,
         "window": window,
         "softcap": softcap,
+        "slopes": tuple(2.0 ** (-8 * (i + 1) / heads) for i in range(heads)) if alibi else (),
     }
-    return Case((heads * dim, kv_heads * dim, kv_heads * v_dim), heads * v_dim, (), attrs)
+    widths = (heads * dim, kv_heads * dim, kv_heads * v_dim)
+    return Case(widths, heads * v_dim, ((heads,),) if sinks else (), attrs)
 
 
 _SPECS = (
@@ -362,6 +383,9 @@ _SPECS = (
             _attention_case(4, 1, 24, v_dim=16),
             _attention_case(4, 2, 16, window=5),
             _attention_case(4, 2, 16, softcap=2.0),
+            _attention_case(6, 2, 16, alibi=True),
+            _attention_case(6, 2, 16, sinks=True),
+            _attention_case(4, 2, 16, window=7, softcap=2.0, alibi=True, sinks=True),
         ),
         num_inputs=3,
         attrs={
@@ -373,7 +397,10 @@ _SPECS = (
             "scale": float,
             "window": int,
             "softcap": float,
+            "slopes": tuple,
         },
+        weight_shapes=lambda op, inputs, width: ((op.integer("n_heads"),),),
+        num_optional=1,
         problem=_attention_problem,
     ),
     OpSpec("add", _add, (Case((20, 20), 20),), num_inputs=2, problem=_same_width),

@@ -156,10 +156,15 @@ class Builder:
         v_head_dim: int = 0,
         window: int = 0,
         softcap: float = 0.0,
+        slopes: tuple[float, ...] = (),
+        sinks: str = "",
     ) -> Value:
         """Causal attention of each token over its sequence's cached keys and its own. Appends k and v to the
         cache. Groups of query heads share a key head (Ainslie et al. 2023). window: only the last that many
-        positions, its own included (0: all). softcap: scores become cap * tanh(score / cap).
+        positions, its own included (0: all). softcap: scores become cap * tanh(score / cap). slopes: ALiBi (Press
+        et al. 2022), one a query head, times the distance to a key, subtracted from its capped score. sinks: name
+        of a tensor [query heads] of scores that take their share of the softmax and have no value (Xiao et al.
+        2024; gpt-oss).
         """
         v_head_dim = v_head_dim or head_dim
         layer = self._num_attention_layers
@@ -168,6 +173,7 @@ class Builder:
             "attention",
             (q, k, v),
             q.width // head_dim * v_head_dim,
+            (f"{self._prefix}{sinks}.weight",) if sinks else (),
             layer=layer,
             n_heads=q.width // head_dim,
             n_kv_heads=k.width // head_dim,
@@ -176,6 +182,7 @@ class Builder:
             scale=scale,
             window=window,
             softcap=softcap,
+            slopes=slopes,
         )
 
     def slice(self, x: Value, start: int, width: int) -> Value:
