@@ -2,178 +2,269 @@
 
 #include <cstring>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 namespace caudal {
 namespace {
 
-// Copies 16 bytes of each of 4 rows: dword j of the rows goes to line j, next to each other.
-template <class Byte>
-void put_dwords(const Byte* const (&rows)[4], Byte (*lines)[kPanelRows][4], int first_row) {
-#ifdef __SSE2__  // half as many loads and stores; packing is limited by those
-  const auto load = [](const Byte* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
-  const auto store = [&](int j, __m128i v) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lines[j][first_row]), v);
-  };
-  const __m128i r0 = load(rows[0]), r1 = load(rows[1]), r2 = load(rows[2]), r3 = load(rows[3]);
-  const __m128i a = _mm_unpacklo_epi32(r0, r1), b = _mm_unpacklo_epi32(r2, r3);
-  const __m128i c = _mm_unpackhi_epi32(r0, r1), d = _mm_unpackhi_epi32(r2, r3);
-  store(0, _mm_unpacklo_epi64(a, b));
-  store(1, _mm_unpackhi_epi64(a, b));
-  store(2, _mm_unpacklo_epi64(c, d));
-  store(3, _mm_unpackhi_epi64(c, d));
+// Packing must keep up with the memory, because where weights are not kept packed, every product does it. So
+// 4 rows of 16 bytes are moved at a time, in the vectors of GCC and Clang, which become SSE2 or NEON
+// instructions.
+using Bytes = uint8_t __attribute__((vector_size(16)));
+using Words = uint32_t __attribute__((vector_size(16)));
+using Pairs = uint64_t __attribute__((vector_size(16)));
+
+template <class To, class From>
+To as(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &v, sizeof(v));
+  return result;
+}
+
+// The elements `I` of both vectors together.
+template <int... I, class Vector>
+Vector shuffle(Vector a, Vector b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, I...);
 #else
-  for (int j = 0; j < 4; ++j) {
-    for (int r = 0; r < 4; ++r) std::memcpy(lines[j][first_row + r], rows[r] + 4 * j, 4);
-  }
+  return __builtin_shuffle(a, b, Vector{I...});
 #endif
 }
 
-using FourRows = uint8_t[4][16];
-
-// Packs 16 bytes of each of 4 rows that are not as they lie in the file.
-void put_made(const FourRows& rows, uint8_t (*lines)[kPanelRows][4], int first_row) {
-  put_dwords<uint8_t>({rows[0], rows[1], rows[2], rows[3]}, lines, first_row);
-}
-
-uint32_t word(const uint8_t* p) {
-  uint32_t v;
+Bytes load(const void* p) {
+  Bytes v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
-// Moves bit i of a nibble to bit 0 of byte i.
-uint32_t spread(uint32_t nibble) { return nibble * 0x00204081U & 0x01010101U; }
+template <class Vector>
+void store(void* p, Vector v) {
+  std::memcpy(p, &v, sizeof(v));
+}
 
-// The fifth bits of the older types, bit k of `high`, as FifthBitLine wants them.
-uint32_t fifth_bits(const uint8_t* high) {
-  const uint32_t bits = word(high);
-  uint32_t result = 0;
-  for (int j = 0; j < 8; ++j) result |= spread(bits >> (4 * j) & 15U) << j;
-  return result;
+// Rows of 4 dwords become columns: v[j] is dword j of each row.
+void transpose(Words (&v)[4]) {
+  const Words a = shuffle<0, 4, 1, 5>(v[0], v[1]), b = shuffle<0, 4, 1, 5>(v[2], v[3]);
+  const Words c = shuffle<2, 6, 3, 7>(v[0], v[1]), d = shuffle<2, 6, 3, 7>(v[2], v[3]);
+  v[0] = as<Words>(shuffle<0, 2>(as<Pairs>(a), as<Pairs>(b)));
+  v[1] = as<Words>(shuffle<1, 3>(as<Pairs>(a), as<Pairs>(b)));
+  v[2] = as<Words>(shuffle<0, 2>(as<Pairs>(c), as<Pairs>(d)));
+  v[3] = as<Words>(shuffle<1, 3>(as<Pairs>(c), as<Pairs>(d)));
+}
+
+// Dword j of 16 bytes of each of 4 rows goes to line j, next to each other.
+template <class Byte>
+void put_dwords(const Bytes (&rows)[4], Byte (*lines)[kPanelRows][4], int first) {
+  Words v[4];
+  for (int r = 0; r < 4; ++r) v[r] = as<Words>(rows[r]);
+  transpose(v);
+  for (int j = 0; j < 4; ++j) store(lines[j][first], v[j]);
+}
+
+// Of 16 rows of 4 bytes, 4 rows in a vector: byte i of every row becomes out[i].
+void split_bytes(const Words (&rows)[4], Bytes (&out)[4]) {
+  const auto even = [](Bytes a, Bytes b) {
+    return shuffle<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(a, b);
+  };
+  const auto odd = [](Bytes a, Bytes b) {
+    return shuffle<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(a, b);
+  };
+  Bytes v[4];
+  for (int i = 0; i < 4; ++i) v[i] = as<Bytes>(rows[i]);
+  const Bytes even0 = even(v[0], v[1]), even1 = even(v[2], v[3]);
+  const Bytes odd0 = odd(v[0], v[1]), odd1 = odd(v[2], v[3]);
+  out[0] = even(even0, even1);
+  out[1] = even(odd0, odd1);
+  out[2] = odd(even0, even1);
+  out[3] = odd(odd0, odd1);
+}
+
+// The first 16 bytes at `at(row)` of all 16 rows: dword j of rows 4q .. 4q + 3 becomes columns[j][q].
+template <class At>
+void gather(At&& at, Words (*columns)[4]) {
+  for (int q = 0; q < 4; ++q) {
+    Words v[4];
+    for (int r = 0; r < 4; ++r) v[r] = as<Words>(load(at(4 * q + r)));
+    transpose(v);
+    for (int j = 0; j < 4; ++j) columns[j][q] = v[j];
+  }
+}
+
+// Swaps the bits of `a` at `mask` << `shift` with those of `b` at `mask`.
+void swap_bits(Words& a, Words& b, int shift, uint32_t mask) {
+  const Words t = ((a >> shift) ^ b) & mask;
+  b ^= t;
+  a ^= t << shift;
+}
+void swap_bits(Words& v, int shift, uint32_t mask) {
+  const Words t = ((v >> shift) ^ v) & mask;
+  v ^= t ^ (t << shift);
+}
+
+// The fifth bits of the older types, bit k of a word, as FifthBitLine wants them: bit 8i + j of the result is
+// bit 4j + i. Each step swaps two digits of the binary numbers of all bits.
+Words fifth_bits(Words v) {
+  swap_bits(v, 14, 0x0000CCCCU);
+  swap_bits(v, 7, 0x00AA00AAU);
+  swap_bits(v, 2, 0x0C0C0C0CU);
+  swap_bits(v, 1, 0x22222222U);
+  return v;
+}
+
+template <class Block>
+using PanelOf = const Block* const (&)[kPanelRows];  // a block of each row
+
+template <class Panel, class Block>
+void put_nibbles(Panel& to, PanelOf<Block> from) {
+  for (int r = 0; r < kPanelRows; r += 4) {
+    put_dwords(
+        {load(from[r]->codes), load(from[r + 1]->codes), load(from[r + 2]->codes), load(from[r + 3]->codes)},
+        to.codes, r);
+  }
+}
+
+// 32 bytes of each row hold two parts of 32 columns, in their low and in their high nibbles.
+template <class At>
+void put_two_parts(At&& at, NibbleLines& low_part, NibbleLines& high_part) {
+  for (int q = 0; q < kPanelRows; q += 4) {
+    Bytes low[4], high[4];
+    for (int r = 0; r < 4; ++r) {
+      const Bytes first = load(at(q + r)), second = load(at(q + r) + 16);
+      low[r] = (first & 15) | (second & 15) << 4;
+      high[r] = first >> 4 | (second & 0xF0);
+    }
+    put_dwords(low, low_part, q);
+    put_dwords(high, high_part, q);
+  }
 }
 
 template <class Panel, class Block>
-void put_nibbles(Panel& to, int first, const Block* const (&from)[4]) {
-  put_dwords({from[0]->codes, from[1]->codes, from[2]->codes, from[3]->codes}, to.codes, first);
+void put_fifth_bits(Panel& to, PanelOf<Block> from) {
+  for (int q = 0; q < kPanelRows; q += 4) {
+    Words v;
+    for (int r = 0; r < 4; ++r) {
+      uint32_t word;
+      std::memcpy(&word, from[q + r]->high, sizeof(word));
+      v[r] = word;
+    }
+    store(to.high[q], fifth_bits(v));
+  }
 }
 
-// The columns are 32 bytes apart in one of two halves of the bytes: low nibbles if `shift` is 0, high ones
-// if 4.
-void put_nibbles_of(const uint8_t* const (&from)[4], int shift, NibbleLines& lines, int first) {
-  FourRows rows;
-  for (int r = 0; r < 4; ++r) {
-    for (int i = 0; i < 16; ++i) {
-      rows[r][i] = static_cast<uint8_t>((from[r][i] >> shift & 15) | (from[r][16 + i] >> shift & 15) << 4);
+void put_block(PanelQ4_0& to, PanelOf<BlockQ4_0> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  put_nibbles(to, from);
+}
+
+void put_block(PanelQ4_1& to, PanelOf<BlockQ4_1> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  for (int r = 0; r < kPanelRows; ++r) to.m[r] = from[r]->m;
+  put_nibbles(to, from);
+}
+
+void put_block(PanelQ5_0& to, PanelOf<BlockQ5_0> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  put_fifth_bits(to, from);
+  put_nibbles(to, from);
+}
+
+void put_block(PanelQ5_1& to, PanelOf<BlockQ5_1> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  for (int r = 0; r < kPanelRows; ++r) to.m[r] = from[r]->m;
+  put_fifth_bits(to, from);
+  put_nibbles(to, from);
+}
+
+void put_block(PanelQ8_0& to, PanelOf<BlockQ8_0> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  for (int h = 0; h < 2; ++h) {
+    for (int r = 0; r < kPanelRows; r += 4) {
+      put_dwords({load(from[r]->codes + 16 * h), load(from[r + 1]->codes + 16 * h),
+                  load(from[r + 2]->codes + 16 * h), load(from[r + 3]->codes + 16 * h)},
+                 to.codes + 4 * h, r);
     }
   }
-  put_made(rows, lines, first);
 }
 
-// Puts a block of each of 4 rows into rows `first` .. of the panel.
-void put_rows(PanelQ4_0& to, int first, const BlockQ4_0* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) to.d[first + r] = from[r]->d;
-  put_nibbles(to, first, from);
-}
-
-void put_rows(PanelQ4_1& to, int first, const BlockQ4_1* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) {
-    to.d[first + r] = from[r]->d;
-    to.m[first + r] = from[r]->m;
-  }
-  put_nibbles(to, first, from);
-}
-
-void put_rows(PanelQ5_0& to, int first, const BlockQ5_0* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) {
-    to.d[first + r] = from[r]->d;
-    const uint32_t bits = fifth_bits(from[r]->high);
-    std::memcpy(to.high[first + r], &bits, sizeof(bits));
-  }
-  put_nibbles(to, first, from);
-}
-
-void put_rows(PanelQ5_1& to, int first, const BlockQ5_1* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) {
-    to.d[first + r] = from[r]->d;
-    to.m[first + r] = from[r]->m;
-    const uint32_t bits = fifth_bits(from[r]->high);
-    std::memcpy(to.high[first + r], &bits, sizeof(bits));
-  }
-  put_nibbles(to, first, from);
-}
-
-void put_rows(PanelQ8_0& to, int first, const BlockQ8_0* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) to.d[first + r] = from[r]->d;
-  put_dwords({from[0]->codes, from[1]->codes, from[2]->codes, from[3]->codes}, to.codes, first);
-  put_dwords({from[0]->codes + 16, from[1]->codes + 16, from[2]->codes + 16, from[3]->codes + 16},
-             to.codes + 4, first);
-}
-
-// d, dmin, scales and mins of Q4_K and Q5_K.
+// d, dmin, scales and mins of Q4_K and Q5_K, the first 16 bytes of a block.
 template <class Panel, class Block>
-void put_scales(Panel& to, int row, const Block& from) {
-  to.d[row] = from.d;
-  to.dmin[row] = from.dmin;
-  const uint8_t* packed = from.scales;
+void put_scales(Panel& to, PanelOf<Block> from) {
+  Words columns[4][4];
+  gather([&](int r) { return reinterpret_cast<const uint8_t*>(from[r]); }, columns);
+  for (int q = 0; q < 4; ++q) {
+    for (int r = 0; r < 4; ++r) {
+      to.d[4 * q + r] = static_cast<uint16_t>(columns[0][q][r]);
+      to.dmin[4 * q + r] = static_cast<uint16_t>(columns[0][q][r] >> 16);
+    }
+  }
+  Bytes scales[4], mins[4], late[4];  // of parts 0 .. 3, whose upper two bits belong to parts 4 .. 7
+  split_bytes(columns[1], scales);
+  split_bytes(columns[2], mins);
+  split_bytes(columns[3], late);
   for (int i = 0; i < 4; ++i) {
-    const int scale = packed[i] & 63, min = packed[4 + i] & 63;
-    const int late_scale = (packed[8 + i] & 15) | packed[i] >> 6 << 4;
-    const int late_min = packed[8 + i] >> 4 | packed[4 + i] >> 6 << 4;
-    to.parts.low[i][row] = static_cast<uint8_t>((scale & 15) | (min & 15) << 4);
-    to.parts.low[4 + i][row] = static_cast<uint8_t>((late_scale & 15) | (late_min & 15) << 4);
-    to.parts.high[i][row] =
-        static_cast<uint8_t>(scale >> 4 | min >> 4 << 2 | late_scale >> 4 << 4 | late_min >> 4 << 6);
+    store(to.parts.low[i], (scales[i] & 15) | (mins[i] & 15) << 4);
+    store(to.parts.low[4 + i], late[i]);
+    store(to.parts.high[i],
+          (scales[i] >> 4 & 3) | (mins[i] >> 4 & 3) << 2 | scales[i] >> 6 << 4 | mins[i] >> 6 << 6);
   }
 }
 
 // The low nibbles of 32 bytes are part 2i of Q4_K and Q5_K, the high ones part 2i + 1.
 template <class Panel, class Block>
-void put_nibbles_k(Panel& to, int first, const Block* const (&from)[4]) {
-  for (int part = 0; part < 8; ++part) {
-    const uint8_t* codes[4];
-    for (int r = 0; r < 4; ++r) codes[r] = from[r]->codes + 32 * (part / 2);
-    put_nibbles_of(codes, 4 * (part % 2), to.codes[part], first);
+void put_nibbles_k(Panel& to, PanelOf<Block> from) {
+  for (int i = 0; i < 4; ++i) {
+    put_two_parts([&](int r) { return from[r]->codes + 32 * i; }, to.codes[2 * i], to.codes[2 * i + 1]);
   }
 }
 
-void put_rows(PanelQ4_K& to, int first, const BlockQ4_K* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) put_scales(to, first + r, *from[r]);
-  put_nibbles_k(to, first, from);
+void put_block(PanelQ4_K& to, PanelOf<BlockQ4_K> from) {
+  put_scales(to, from);
+  put_nibbles_k(to, from);
 }
 
-void put_rows(PanelQ5_K& to, int first, const BlockQ5_K* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) {
-    put_scales(to, first + r, *from[r]);
-    for (int part = 0; part < 8; ++part) {  // bit `part` of byte k
-      uint32_t bits = 0;
-      for (int j = 0; j < 8; ++j) bits |= (word(from[r]->high + 4 * j) >> part & 0x01010101U) << j;
-      std::memcpy(to.high[part][first + r], &bits, sizeof(bits));
-    }
+void put_block(PanelQ5_K& to, PanelOf<BlockQ5_K> from) {
+  put_scales(to, from);
+  // Bit `part` of byte 4j + i of the file is bit j of byte i of the line: a transposed matrix of 8 x 8 bits.
+  Words columns[8][4];
+  for (int h = 0; h < 2; ++h) {
+    gather([&](int r) { return from[r]->high + 16 * h; }, columns + 4 * h);
   }
-  put_nibbles_k(to, first, from);
+  for (int q = 0; q < 4; ++q) {
+    Words v[8];
+    for (int j = 0; j < 8; ++j) v[j] = columns[j][q];
+    for (int j = 0; j < 4; ++j) swap_bits(v[j], v[j + 4], 4, 0x0F0F0F0FU);
+    for (const int j : {0, 1, 4, 5}) swap_bits(v[j], v[j + 2], 2, 0x33333333U);
+    for (const int j : {0, 2, 4, 6}) swap_bits(v[j], v[j + 1], 1, 0x55555555U);
+    for (int part = 0; part < 8; ++part) store(to.high[part][4 * q], v[part]);
+  }
+  put_nibbles_k(to, from);
 }
 
-void put_rows(PanelQ6_K& to, int first, const BlockQ6_K* const (&from)[4]) {
-  for (int r = 0; r < 4; ++r) {
-    to.d[first + r] = from[r]->d;
-    for (int i = 0; i < 16; ++i) to.scales[i][first + r] = from[r]->scales[i];
+void put_block(PanelQ6_K& to, PanelOf<BlockQ6_K> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  Words columns[4][4];
+  gather([&](int r) { return reinterpret_cast<const uint8_t*>(from[r]->scales); }, columns);
+  for (int j = 0; j < 4; ++j) {
+    Bytes scales[4];
+    split_bytes(columns[j], scales);
+    for (int i = 0; i < 4; ++i) store(to.scales[4 * j + i], scales[i]);
   }
-  for (int i = 0; i < 8; ++i) {  // 32 numbers: a quarter of a half of the block
-    const int half = i / 4, quarter = i % 4;
-    const uint8_t* low[4];
-    for (int r = 0; r < 4; ++r) {
-      low[r] = from[r]->low + 64 * half + 32 * (quarter % 2);
-      for (int h = 0; h < 2; ++h) {
-        const uint8_t* high = from[r]->high + 32 * half + 16 * h;
-        uint32_t bits = 0;
-        for (int j = 0; j < 4; ++j) bits |= (word(high + 4 * j) >> (2 * quarter) & 0x03030303U) << (2 * j);
-        std::memcpy(to.high[i][h][first + r], &bits, sizeof(bits));
+  for (int half = 0; half < 2; ++half) {
+    // Bits 2p and 2p + 1 of byte 4j + i are bits 2j and 2j + 1 of byte i of quarter p: 4 x 4 pairs of bits.
+    for (int h = 0; h < 2; ++h) {
+      gather([&](int r) { return from[r]->high + 32 * half + 16 * h; }, columns);
+      for (int q = 0; q < 4; ++q) {
+        Words v[4] = {columns[0][q], columns[1][q], columns[2][q], columns[3][q]};
+        for (int j = 0; j < 2; ++j) swap_bits(v[j], v[j + 2], 4, 0x0F0F0F0FU);
+        for (const int j : {0, 2}) swap_bits(v[j], v[j + 1], 2, 0x33333333U);
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          store(to.high[4 * half + quarter][h][4 * q], v[quarter]);
+        }
       }
     }
-    put_nibbles_of(low, 4 * (quarter / 2), to.codes[i], first);
+    for (int i = 0; i < 2; ++i) {
+      put_two_parts([&](int r) { return from[r]->low + 64 * half + 32 * i; }, to.codes[4 * half + i],
+                    to.codes[4 * half + i + 2]);
+    }
   }
 }
 
@@ -184,15 +275,19 @@ void pack(const std::byte* src, int64_t rows, int64_t cols, int64_t p0, int64_t 
   const auto* from = reinterpret_cast<const Block*>(src);
   auto* to = reinterpret_cast<Panel*>(dst);
   for (int64_t p = p0; p < p1; ++p, to += blocks) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      for (int r = 0; r < kPanelRows; r += 4) {
-        const Block* four[4];
-        for (int i = 0; i < 4; ++i) {
-          const int64_t row = p * kPanelRows + r + i;
-          four[i] = row < rows ? from + row * blocks + b : &kZero;
-        }
-        put_rows(to[b], r, four);
+    const Block* ahead = from + (p * kPanelRows + kPanelRows) * blocks;
+    for (int64_t b = 0; b < blocks; ++b, ahead += kPanelRows) {
+      // 16 rows are too many streams for the processor's own prefetch. The next panel goes to the
+      // second-level cache: in the first it would push out the panel that is being written.
+      for (size_t i = 0; i < kPanelRows * sizeof(Block); i += 64) {
+        __builtin_prefetch(reinterpret_cast<const std::byte*>(ahead) + i, 0, 2);
       }
+      const Block* block[kPanelRows];
+      for (int r = 0; r < kPanelRows; ++r) {
+        const int64_t row = p * kPanelRows + r;
+        block[r] = row < rows ? from + row * blocks + b : &kZero;
+      }
+      put_block(to[b], block);
     }
   }
 }

@@ -199,7 +199,7 @@ def test_a_limit_below_what_must_be_locked_is_an_error_with_advice(own_file: Pat
 
 
 _NO_LOCK = """
-import resource, sys
+import os, resource, sys
 from dataclasses import replace
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
@@ -207,10 +207,8 @@ import caudal.executors.native as native
 from test_weights import CONFIG, open_checkpoint
 native.lockable_memory = lambda: 1 << 40  # so that the system is asked
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-if hasattr(__import__("os"), "setuid"):
-    import os
-    if os.getuid() == 0:
-        os.setuid(65534)
+if os.getuid() == 0:  # root has the capability
+    os.setuid(65534)
 try:
     native.NativeExecutor(open_checkpoint(Path(sys.argv[1])), replace(CONFIG, mlock=True))
 except native.InsufficientMemoryError as error:
