@@ -40,6 +40,15 @@ void lock_pages(const std::byte* data, size_t bytes) {
   if (bytes != 0 && mlock(data, bytes) != 0) throw std::system_error(errno, std::generic_category(), "mlock");
 }
 
+void map_pages([[maybe_unused]] const std::byte* data, [[maybe_unused]] size_t bytes) {
+#ifdef MADV_POPULATE_READ
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = reinterpret_cast<uintptr_t>(data) / page * page;
+  madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(data) + bytes - first,
+          MADV_POPULATE_READ);
+#endif
+}
+
 void release_pages(const std::byte* data, size_t bytes) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<uintptr_t>(data);

@@ -42,6 +42,10 @@ class Region {
 // std::system_error.
 void lock_pages(const std::byte* data, size_t bytes);
 
+// Waits until the pages of [data, data + bytes) of a file mapping are in memory and mapped, where the system
+// can do that in one call; otherwise they become so when touched, which is slower.
+void map_pages(const std::byte* data, size_t bytes);
+
 // Tells the system that the pages inside [data, data + bytes) of a file mapping are not needed for now: they
 // leave this process's resident memory and are read again from the file if touched.
 void release_pages(const std::byte* data, size_t bytes);

@@ -91,6 +91,11 @@ int Model::add_weight(QuantType type, int64_t rows, int64_t cols, std::span<cons
     const int64_t step = std::max<int64_t>(1, static_cast<int64_t>((size_t{256} << 10) / w.stride));
     auto body = [&](Member&) {
       for (int64_t p = next.fetch_add(step); p < panels; p = next.fetch_add(step)) {
+        if (release_source) {
+          const int64_t first = p * kPanelRows, last = std::min((p + step) * kPanelRows, rows);
+          map_pages(data.data() + static_cast<size_t>(first) * row_bytes,
+                    static_cast<size_t>(last - first) * row_bytes);
+        }
         pack_panels(type, data.data(), rows, cols, p, std::min(p + step, panels),
                     dst + static_cast<size_t>(p) * w.stride);
       }
