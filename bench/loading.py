@@ -2,24 +2,22 @@
 
     python bench/loading.py MODEL.gguf [--rounds 3] [--weights packed] [--ctx 4096] [--threads 2] [--json]
 
-Each round reads the file in a plain loop, then starts a process that loads it, first with an empty page cache (cold),
-then with the file in it (warm). "ready" counts from the start of the process to the model that could take a request:
-Python and its imports, metadata, tokenizer and weights (which mmap mode reads in the first step only). "fresh memory"
-is what as many bytes of new memory cost one thread without any model: on a virtual machine whose host has to find them
-first it can be most of the time.
+Each round reads the file in a plain loop before and after a process that loads it, and counts the faster reading (a
+host's cache may help the later ones): first with an empty page cache (cold), then with the file in it (warm). "ready"
+counts from the start of the process to the model that could take a request: Python and its imports, metadata, tokenizer
+and weights (which mmap mode reads in the first step only). "fresh memory" is what as many bytes of new memory cost one
+thread without any model: on a virtual machine whose host has to find them first it can be most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from common import execute, median, report
 
 _LOAD = """
@@ -31,6 +29,15 @@ path, weights, ctx, threads = sys.argv[1:]
 load(Path(path), EngineConfig(weights=weights, max_model_len=int(ctx), num_threads=int(threads)))
 os.write(1, b"ready")
 os._exit(0)
+"""
+_FRESH_MEMORY = """
+import mmap, sys, time
+import numpy as np
+start = time.perf_counter()
+memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_HUGEPAGE)
+np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+print(time.perf_counter() - start)
 """
 
 
@@ -60,22 +67,22 @@ def read_seconds(file: Path) -> float:
 
 
 def fresh_memory_seconds(num_bytes: int) -> float:
-    start = time.perf_counter()
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
-    return time.perf_counter() - start
+    """In a process of its own, so that its peak does not count as that of the next one."""
+    return float(execute([sys.executable, "-c", _FRESH_MEMORY, str(num_bytes)]).stdout)
 
 
 def measure(file: Path, flags: list[str], *, cold: bool) -> Round:
-    if cold:
-        drop_cached(file)
-    read = read_seconds(file)
+    def read() -> float:
+        if cold:
+            drop_cached(file)
+        return read_seconds(file)
+
+    before = read()
     fresh_memory = fresh_memory_seconds(file.stat().st_size)
     if cold:
         drop_cached(file)
     load = execute([sys.executable, "-c", _LOAD, file, *flags])
-    return Round(read, load.first_byte_seconds, fresh_memory, load.peak_bytes)
+    return Round(min(before, read()), load.first_byte_seconds, fresh_memory, load.peak_bytes)
 
 
 def main() -> None:
