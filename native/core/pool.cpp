@@ -22,7 +22,8 @@ constexpr int kSpinRounds = 40;  // of kPausesPerRound pauses and one yield: abo
 constexpr int kPausesPerRound = 40;
 
 constexpr uint64_t kMinJudgedRun = 200'000;  // ns; shorter runs say nothing
-constexpr double kLateFraction = 0.30;       // of a run lost in waiting for one thread
+constexpr uint64_t kPreempted = 500'000;     // ns; waiting as long as this is for a thread that lost its CPU
+constexpr double kLateFraction = 0.30;       // of a run lost in waiting for such threads
 constexpr int kStrikes = 2;
 constexpr uint64_t kFirstPenalty = 500'000'000;      // ns
 constexpr uint64_t kLongestPenalty = 1'600'000'000;  // ns
@@ -130,7 +131,9 @@ void Member::barrier() {
   }
   const uint64_t start = now_ns();
   await_change(p.generation_, generation);
-  wait_ns_ += now_ns() - start;
+  const uint64_t waited = now_ns() - start;
+  wait_ns_ += waited;
+  if (waited >= kPreempted) preempted_ns_ += waited;
 }
 
 void ThreadPool::worker(int thread) {
@@ -171,23 +174,26 @@ void ThreadPool::choose_participants(uint64_t now) {
   for (int i = 0; i < num_threads_; ++i) {
     slots_[i].member.active_ = active;
     slots_[i].member.wait_ns_ = 0;
+    slots_[i].member.preempted_ns_ = 0;
   }
 }
 
-// After a run: whoever waited least was the one that the others waited for.
+// After a run. The other process may move from CPU to CPU within it, to the one whose thread just waits, so
+// that every thread is late in turn: what counts is all the waiting. Whoever waited least was waited for
+// most.
 void ThreadPool::judge(uint64_t start, uint64_t end) {
   if (end - start < kMinJudgedRun) return;
   int latest = -1, active = 0;
-  uint64_t most = 0;
+  uint64_t waited = 0;
   for (int i = 0; i < num_threads_; ++i) {
     if (!slots_[i].participates) continue;
     ++active;
-    most = std::max(most, slots_[i].member.wait_ns_);
+    waited += slots_[i].member.preempted_ns_;
     if (latest < 0 || slots_[i].member.wait_ns_ < slots_[latest].member.wait_ns_) latest = i;
   }
   if (active < 2) return;
   Slot& s = slots_[latest];
-  const auto lost = static_cast<double>(most - s.member.wait_ns_);
+  const double lost = static_cast<double>(waited) / (active - 1);  // all others wait for a late one
   if (lost < kLateFraction * static_cast<double>(end - start)) {
     for (int i = 0; i < num_threads_; ++i) {
       if (slots_[i].participates) slots_[i].strikes = 0;

@@ -38,7 +38,8 @@ class Member {
   ThreadPool* pool_ = nullptr;
   int thread_ = 0;
   int active_ = 1;
-  uint64_t wait_ns_ = 0;  // time spent in barriers of this run
+  uint64_t wait_ns_ = 0;       // time spent in barriers of this run
+  uint64_t preempted_ns_ = 0;  // of it, in waits so long that a thread must have lost its CPU
 };
 
 // Waiting threads spin for some microseconds and then sleep, so an idle or blocked pool costs no CPU.

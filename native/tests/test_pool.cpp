@@ -103,6 +103,19 @@ TEST_CASE("a thread that is repeatedly late is benched, work goes on, and it com
   }
 }
 
+TEST_CASE(
+    "one thread is benched where all are late in turn") {  // by a process that moves to the CPU of who waits
+  ThreadPool pool(2, false);
+  auto body = [&](Member& m) {
+    for (int phase = 0; phase < 4; ++phase) {
+      if (m.thread() == phase % 2) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      m.barrier();
+    }
+  };
+  for (int i = 0; i < 20 && pool.num_benched() == 0; ++i) pool.run(body);
+  CHECK(pool.num_benched() == 1);
+}
+
 TEST_CASE("a pool can be made and dropped without ever running") {
   for (int i = 0; i < 50; ++i) ThreadPool pool(4, true);
 }
