@@ -18,7 +18,7 @@ ARM := build/aarch64
 OPTIMISED := build/optimised
 PYTEST_ARGS ?=
 
-.PHONY: help chat serve test lint format stubs docs native-test native-test-arm check-spills model clean
+.PHONY: help chat serve test lint format stubs docs native-test native-test-arm check-objects model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -84,11 +84,11 @@ native-test-arm: $(VENV)/.build-tools  ## Build the native tests for 64-bit ARM 
 	expect max 'reference neon neon-dotprod neon-i8mm'; \
 	run max $(ARM)/caudal_tests
 
-check-spills: $(VENV)/.build-tools  ## Check that the compiler keeps the sums of matrix products in registers
+check-objects: $(VENV)/.build-tools  ## Check the kernels' object files: sums in registers, nothing shared
 	@PATH="$$PWD/$(BIN):$$PATH" cmake -S . -B $(OPTIMISED) -G Ninja -DCMAKE_BUILD_TYPE=Release -DCAUDAL_PYTHON=OFF >/dev/null
 	@PATH="$$PWD/$(BIN):$$PATH" cmake --build $(OPTIMISED) -j $(JOBS) >$(OPTIMISED)/build.log \
 		|| { tail -40 $(OPTIMISED)/build.log; exit 1; }
-	@$(BIN)/python native/check_spills.py $(OPTIMISED)
+	@$(BIN)/python native/check_objects.py $(OPTIMISED)
 
 clean:  ## Remove the environment and everything built; models stay
 	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -15,8 +15,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -204,21 +206,18 @@ int main(int argc, char** argv) {
   std::vector<Shape> shapes = {{"smollm2 up Q4_1", QuantType::kQ4_1, 1536, 576},
                                {"smollm2 down Q4_1", QuantType::kQ4_1, 576, 1536},
                                {"smollm2 head Q8_0", QuantType::kQ8_0, 49152, 576}};
-  constexpr struct {
-    const char *attention, *up, *down;
-    QuantType type;
-  } kTypes[] = {{"1b attention Q4_0", "1b up Q4_0", "1b down Q4_0", QuantType::kQ4_0},
-                {"1b attention Q4_1", "1b up Q4_1", "1b down Q4_1", QuantType::kQ4_1},
-                {"1b attention Q5_0", "1b up Q5_0", "1b down Q5_0", QuantType::kQ5_0},
-                {"1b attention Q5_1", "1b up Q5_1", "1b down Q5_1", QuantType::kQ5_1},
-                {"1b attention Q8_0", "1b up Q8_0", "1b down Q8_0", QuantType::kQ8_0},
-                {"1b attention Q4_K", "1b up Q4_K", "1b down Q4_K", QuantType::kQ4_K},
-                {"1b attention Q5_K", "1b up Q5_K", "1b down Q5_K", QuantType::kQ5_K},
-                {"1b attention Q6_K", "1b up Q6_K", "1b down Q6_K", QuantType::kQ6_K}};
-  for (const auto& t : kTypes) {
-    shapes.push_back({t.attention, t.type, 2048, 2048});
-    shapes.push_back({t.up, t.type, 8192, 2048});
-    shapes.push_back({t.down, t.type, 2048, 8192});
+  std::deque<std::string> names;  // a deque: shapes point into it
+  for (const QuantType type :
+       {QuantType::kQ4_0, QuantType::kQ4_1, QuantType::kQ5_0, QuantType::kQ5_1, QuantType::kQ8_0,
+        QuantType::kIQ4_NL, QuantType::kMXFP4, QuantType::kQ2_K, QuantType::kQ3_K, QuantType::kQ4_K,
+        QuantType::kQ5_K, QuantType::kQ6_K, QuantType::kIQ4_XS, QuantType::kTQ2_0}) {
+    const auto add = [&](const char* matrix, int64_t rows, int64_t cols) {
+      names.push_back(std::string("1b ") + matrix + " " + type_info(type)->name);
+      shapes.push_back({names.back().c_str(), type, rows, cols});
+    };
+    add("attention", 2048, 2048);
+    add("up", 8192, 2048);
+    add("down", 2048, 8192);
   }
   shapes.push_back({"1b head Q6_K", QuantType::kQ6_K, 128256, 2048});
   for (const Shape& shape : shapes) {

@@ -116,3 +116,21 @@ def test_architecture_names_every_package():
     for package in (ROOT / "src" / "caudal").iterdir():
         if package.is_dir() and (package / "__init__.py").exists():
             assert f"`{package.name}/`" in text, package.name
+
+
+def test_traps_name_tests_that_exist():
+    """docs/numerical-traps.md: 38 traps, each with a test or a check that is there."""
+    text = (ROOT / "docs" / "numerical-traps.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 39))
+    for number, tests in rows:
+        named = re.findall(r"`([\w/.]+)(?:::(\w+))?`|\"([^\"]+)\"", tests)
+        assert named or tests.startswith("the same"), number
+        source = ""
+        for path, function, case in named:
+            if path:
+                source = (ROOT / path).read_text("utf-8")
+            if function:
+                assert re.search(rf"def {function}\(", source), (number, function)
+            if case:
+                assert f'TEST_CASE("{case}"' in source.replace('"\n          "', ""), (number, case)

@@ -137,6 +137,40 @@ void put_two_parts(At&& at, NibbleLines& low_part, NibbleLines& high_part) {
   }
 }
 
+// Four parts of 32 columns, which 32 bytes of each row hold in their bits 2p and 2p + 1.
+template <class At>
+void put_four_parts(At&& at, TwoBitLines* parts) {
+  for (int h = 0; h < 2; ++h) {
+    Words columns[4][4];
+    gather([&](int r) { return at(r) + 16 * h; }, columns);
+    for (int q = 0; q < 4; ++q) {
+      Words v[4] = {columns[0][q], columns[1][q], columns[2][q], columns[3][q]};
+      // Bits 2p and 2p + 1 of byte 4j + i are bits 2j and 2j + 1 of byte i of part p: 4 x 4 pairs of bits.
+      for (int j = 0; j < 2; ++j) swap_bits(v[j], v[j + 2], 4, 0x0F0F0F0FU);
+      for (const int j : {0, 2}) swap_bits(v[j], v[j + 1], 2, 0x33333333U);
+      for (int part = 0; part < 4; ++part) store(parts[part][h][4 * q], v[part]);
+    }
+  }
+}
+
+// A bit of 32 columns of 8 parts: bit `part` of byte k of 32 bytes of each row.
+template <class At>
+void put_eight_parts(At&& at, FifthBitLine* parts) {
+  Words columns[8][4];
+  for (int h = 0; h < 2; ++h) {
+    gather([&](int r) { return at(r) + 16 * h; }, columns + 4 * h);
+  }
+  // Bit `part` of byte 4j + i of the file is bit j of byte i of the line: a transposed matrix of 8 x 8 bits.
+  for (int q = 0; q < 4; ++q) {
+    Words v[8];
+    for (int j = 0; j < 8; ++j) v[j] = columns[j][q];
+    for (int j = 0; j < 4; ++j) swap_bits(v[j], v[j + 4], 4, 0x0F0F0F0FU);
+    for (const int j : {0, 1, 4, 5}) swap_bits(v[j], v[j + 2], 2, 0x33333333U);
+    for (const int j : {0, 2, 4, 6}) swap_bits(v[j], v[j + 1], 1, 0x55555555U);
+    for (int part = 0; part < 8; ++part) store(parts[part][4 * q], v[part]);
+  }
+}
+
 template <class Panel, class Block>
 void put_fifth_bits(Panel& to, PanelOf<Block> from) {
   for (int q = 0; q < kPanelRows; q += 4) {
@@ -185,6 +219,20 @@ void put_block(PanelQ8_0& to, PanelOf<BlockQ8_0> from) {
   }
 }
 
+void put_block(PanelIQ4_NL& to, PanelOf<BlockIQ4_NL> from) {
+  for (int r = 0; r < kPanelRows; ++r) to.d[r] = from[r]->d;
+  put_nibbles(to, from);
+}
+
+void put_block(PanelMXFP4& to, PanelOf<BlockMXFP4> from) {
+  for (int r = 0; r < kPanelRows; ++r) {
+    // The upper half of the float32 2^(exponent - 128), below normal floats for the smallest two.
+    const int exponent = from[r]->exponent;
+    to.d[r] = static_cast<uint16_t>(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
+  }
+  put_nibbles(to, from);
+}
+
 // d, dmin, scales and mins of Q4_K and Q5_K, the first 16 bytes of a block.
 template <class Panel, class Block>
 void put_scales(Panel& to, PanelOf<Block> from) {
@@ -223,19 +271,7 @@ void put_block(PanelQ4_K& to, PanelOf<BlockQ4_K> from) {
 
 void put_block(PanelQ5_K& to, PanelOf<BlockQ5_K> from) {
   put_scales(to, from);
-  // Bit `part` of byte 4j + i of the file is bit j of byte i of the line: a transposed matrix of 8 x 8 bits.
-  Words columns[8][4];
-  for (int h = 0; h < 2; ++h) {
-    gather([&](int r) { return from[r]->high + 16 * h; }, columns + 4 * h);
-  }
-  for (int q = 0; q < 4; ++q) {
-    Words v[8];
-    for (int j = 0; j < 8; ++j) v[j] = columns[j][q];
-    for (int j = 0; j < 4; ++j) swap_bits(v[j], v[j + 4], 4, 0x0F0F0F0FU);
-    for (const int j : {0, 1, 4, 5}) swap_bits(v[j], v[j + 2], 2, 0x33333333U);
-    for (const int j : {0, 2, 4, 6}) swap_bits(v[j], v[j + 1], 1, 0x55555555U);
-    for (int part = 0; part < 8; ++part) store(to.high[part][4 * q], v[part]);
-  }
+  put_eight_parts([&](int r) { return from[r]->high; }, to.high);
   put_nibbles_k(to, from);
 }
 
@@ -249,21 +285,96 @@ void put_block(PanelQ6_K& to, PanelOf<BlockQ6_K> from) {
     for (int i = 0; i < 4; ++i) store(to.scales[4 * j + i], scales[i]);
   }
   for (int half = 0; half < 2; ++half) {
-    // Bits 2p and 2p + 1 of byte 4j + i are bits 2j and 2j + 1 of byte i of quarter p: 4 x 4 pairs of bits.
-    for (int h = 0; h < 2; ++h) {
-      gather([&](int r) { return from[r]->high + 32 * half + 16 * h; }, columns);
-      for (int q = 0; q < 4; ++q) {
-        Words v[4] = {columns[0][q], columns[1][q], columns[2][q], columns[3][q]};
-        for (int j = 0; j < 2; ++j) swap_bits(v[j], v[j + 2], 4, 0x0F0F0F0FU);
-        for (const int j : {0, 2}) swap_bits(v[j], v[j + 1], 2, 0x33333333U);
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          store(to.high[4 * half + quarter][h][4 * q], v[quarter]);
-        }
-      }
-    }
+    put_four_parts([&](int r) { return from[r]->high + 32 * half; }, to.high + 4 * half);
     for (int i = 0; i < 2; ++i) {
       put_two_parts([&](int r) { return from[r]->low + 64 * half + 32 * i; }, to.codes[4 * half + i],
                     to.codes[4 * half + i + 2]);
+    }
+  }
+}
+
+void put_block(PanelQ3_K& to, PanelOf<BlockQ3_K> from) {
+  for (int r = 0; r < kPanelRows; ++r) {
+    to.d[r] = from[r]->d;
+    // Scales of 6 bits, less 32: the low nibbles of 16 in 8 bytes, the upper two bits of four in each of 4
+    // more.
+    const uint8_t* packed = from[r]->scales;
+    for (int i = 0; i < 16; ++i) {
+      const int low = packed[i % 8] >> (4 * (i / 8)) & 15, high = packed[8 + i % 4] >> (2 * (i / 4)) & 3;
+      to.scales[i][r] = static_cast<int8_t>((low | high << 4) - 32);
+    }
+  }
+  for (int half = 0; half < 2; ++half) {
+    put_four_parts([&](int r) { return from[r]->codes + 32 * half; }, to.codes + 4 * half);
+  }
+  put_eight_parts([&](int r) { return from[r]->high; }, to.high);
+}
+
+void put_block(PanelQ2_K& to, PanelOf<BlockQ2_K> from) {
+  for (int r = 0; r < kPanelRows; ++r) {
+    to.d[r] = from[r]->d;
+    to.dmin[r] = from[r]->dmin;
+    for (int i = 0; i < 16; ++i) to.scales_mins[i][r] = from[r]->scales[i];
+  }
+  for (int half = 0; half < 2; ++half) {
+    put_four_parts([&](int r) { return from[r]->codes + 32 * half; }, to.codes + 4 * half);
+  }
+}
+
+// d * (code - 1) as d * 1 * code - d * 1
+template <class Block>
+void put_ternary_scales(PanelQ2_K& to, PanelOf<Block> from) {
+  for (int r = 0; r < kPanelRows; ++r) {
+    to.d[r] = to.dmin[r] = from[r]->d;
+    for (int i = 0; i < 16; ++i) to.scales_mins[i][r] = 0x11;
+  }
+}
+
+void put_block(PanelQ2_K& to, PanelOf<BlockTQ2_0> from) {
+  put_ternary_scales(to, from);
+  for (int half = 0; half < 2; ++half) {
+    put_four_parts([&](int r) { return from[r]->codes + 32 * half; }, to.codes + 4 * half);
+  }
+}
+
+// Number k of a block, 0 .. 2. A byte holds it and others as a fraction in base 3 (core/dequant_rare.inl).
+int ternary_digit(const BlockTQ1_0& block, int k) {
+  constexpr int kPowers[] = {1, 3, 9, 27, 81};
+  const int byte = k < 160   ? block.fives[k % 32] * kPowers[k / 32]
+                   : k < 240 ? block.fives[32 + k % 16] * kPowers[(k - 160) / 16]
+                             : block.fours[k % 4] * kPowers[(k - 240) / 4];
+  return (byte & 255) * 3 >> 8;
+}
+
+void put_block(PanelQ2_K& to, PanelOf<BlockTQ1_0> from) {
+  put_ternary_scales(to, from);
+  uint8_t codes[kPanelRows][64];  // as in BlockTQ2_0
+  for (int r = 0; r < kPanelRows; ++r) {
+    std::memset(codes[r], 0, sizeof(codes[r]));
+    for (int k = 0; k < kSuperBlock; ++k) {
+      codes[r][k / 128 * 32 + k % 32] |=
+          static_cast<uint8_t>(ternary_digit(*from[r], k) << (k % 128 / 32 * 2));
+    }
+  }
+  for (int half = 0; half < 2; ++half) {
+    put_four_parts([&](int r) { return codes[r] + 32 * half; }, to.codes + 4 * half);
+  }
+}
+
+void put_block(PanelIQ4_XS& to, PanelOf<BlockIQ4_XS> from) {
+  for (int r = 0; r < kPanelRows; ++r) {
+    to.d[r] = from[r]->d;
+    for (int i = 0; i < 8; ++i) {
+      const int low = from[r]->scales_low[i / 2] >> (4 * (i % 2)) & 15,
+                high = from[r]->scales_high >> (2 * i) & 3;
+      to.scales[i][r] = static_cast<int8_t>((low | high << 4) - 32);
+    }
+  }
+  for (int part = 0; part < 8; ++part) {
+    for (int r = 0; r < kPanelRows; r += 4) {
+      Bytes rows[4];
+      for (int i = 0; i < 4; ++i) rows[i] = load(from[r + i]->codes + 16 * part);
+      put_dwords(rows, to.codes[part], r);
     }
   }
 }
@@ -297,25 +408,34 @@ using Pack = void (*)(const std::byte* src, int64_t rows, int64_t cols, int64_t 
 
 struct Layout {
   Pack pack;
+  size_t panel_bytes;  // of one block of 16 rows
   ActKind act;
 };
 
 // nullptr where there is no packed layout.
 const Layout* layout(QuantType type) {
   switch (type) {
-#define CAUDAL_LAYOUT(NAME, SIZE, ACT)                                                     \
-  case QuantType::k##NAME: {                                                               \
-    static constexpr Layout result{pack<Panel##NAME, Block##NAME, SIZE>, ActKind::k##ACT}; \
-    return &result;                                                                        \
+#define CAUDAL_LAYOUT(NAME, PANEL, SIZE, ACT)                                                   \
+  case QuantType::k##NAME: {                                                                    \
+    static constexpr Layout result{pack<Panel##PANEL, Block##NAME, SIZE>, sizeof(Panel##PANEL), \
+                                   ActKind::k##ACT};                                            \
+    return &result;                                                                             \
   }
-    CAUDAL_LAYOUT(Q4_0, kBlock, A8)
-    CAUDAL_LAYOUT(Q4_1, kBlock, A8)
-    CAUDAL_LAYOUT(Q5_0, kBlock, A8)
-    CAUDAL_LAYOUT(Q5_1, kBlock, A8)
-    CAUDAL_LAYOUT(Q8_0, kBlock, A16)
-    CAUDAL_LAYOUT(Q4_K, kSuperBlock, A8K)
-    CAUDAL_LAYOUT(Q5_K, kSuperBlock, A8K)
-    CAUDAL_LAYOUT(Q6_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(Q4_0, Q4_0, kBlock, A8)
+    CAUDAL_LAYOUT(Q4_1, Q4_1, kBlock, A8)
+    CAUDAL_LAYOUT(Q5_0, Q5_0, kBlock, A8)
+    CAUDAL_LAYOUT(Q5_1, Q5_1, kBlock, A8)
+    CAUDAL_LAYOUT(Q8_0, Q8_0, kBlock, A16)
+    CAUDAL_LAYOUT(IQ4_NL, IQ4_NL, kBlock, A16)
+    CAUDAL_LAYOUT(MXFP4, MXFP4, kBlock, A16)
+    CAUDAL_LAYOUT(Q2_K, Q2_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(Q3_K, Q3_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(Q4_K, Q4_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(Q5_K, Q5_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(Q6_K, Q6_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(IQ4_XS, IQ4_XS, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(TQ1_0, Q2_K, kSuperBlock, A8K)
+    CAUDAL_LAYOUT(TQ2_0, Q2_K, kSuperBlock, A8K)
 #undef CAUDAL_LAYOUT
     default:
       return nullptr;
@@ -327,9 +447,8 @@ const Layout* layout(QuantType type) {
 bool has_packed_layout(QuantType type) { return layout(type) != nullptr; }
 
 size_t packed_panel_bytes(QuantType type, int64_t cols) {
-  if (!has_packed_layout(type)) return 0;
-  const TypeInfo& info = *type_info(type);
-  return static_cast<size_t>(cols / info.block_size) * static_cast<size_t>(kPanelRows * info.block_bytes);
+  const Layout* l = layout(type);
+  return l == nullptr ? 0 : static_cast<size_t>(cols / type_info(type)->block_size) * l->panel_bytes;
 }
 
 void pack_panels(QuantType type, const std::byte* src, int64_t rows, int64_t cols, int64_t p0, int64_t p1,

@@ -1,12 +1,11 @@
-// Packing: rows of a GGUF tensor -> panels of 16 rows with the same number of bits ("P16").
+// Packing: rows of a GGUF tensor -> panels of 16 rows with the same number of bits, or a few more ("P16").
 #pragma once
 
 #include "kernels/kernels.h"
 
 namespace caudal {
 
-// True where a packed layout with fused kernels exists (Q4_0 to Q8_0, Q4_K to Q6_K); other types are used as
-// they lie in the file.
+// True where a packed layout with fused kernels exists; other types are used as they lie in the file.
 bool has_packed_layout(QuantType type);
 
 // Bytes of one packed panel of 16 rows x cols. `cols` fills whole blocks.

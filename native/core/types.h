@@ -183,8 +183,9 @@ static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(Bloc
 static_assert(sizeof(BlockQ5_K) == 176 && sizeof(BlockQ6_K) == 210 && sizeof(BlockIQ4_XS) == 136);
 
 // ---- Packed weights: 16 rows x one block of columns (k), with the bits of the file's blocks in another
-// order. A panel is one such block after another in ascending k. A line holds the same 4 numbers of k of 16
-// rows, so that a vector lane is a row and one broadcast of 4 activations serves all of them.
+// order; where the file cuts scales into bits, they are bytes. A panel is one such block after another in
+// ascending k. A line holds the same 4 numbers of k of 16 rows, so that a vector lane is a row and one
+// broadcast of 4 activations serves all of them.
 
 // The low four bits of 32 columns. Line j: low nibbles are k = 4j..4j+3, high nibbles k = 16+4j..16+4j+3.
 using NibbleLines = uint8_t[4][16][4];
@@ -213,6 +214,14 @@ struct PanelQ8_0 {
   uint16_t d[16];
   int8_t codes[8][16][4];  // line j: k = 4j..4j+3
 };
+struct PanelIQ4_NL {
+  uint16_t d[16];
+  NibbleLines codes;
+};
+struct PanelMXFP4 {
+  uint16_t d[16];  // bfloat16: 2^(exponent - 128)
+  NibbleLines codes;
+};
 
 // The 6-bit scales and mins of 8 parts of 32 columns.
 struct ScalesMins {
@@ -231,16 +240,37 @@ struct PanelQ5_K {
   FifthBitLine high[8];
   NibbleLines codes[8];
 };
+// Two bits of 32 columns: bits 2j and 2j+1 of byte i of a row of line h are k = 16h+4j+i.
+using TwoBitLines = uint8_t[2][16][4];
 struct PanelQ6_K {
   uint16_t d[16];
   int8_t scales[16][16];
-  uint8_t high[8][2][16][4];  // of 32 columns: bits 2j and 2j+1 of byte i of line h are k = 16h+4j+i
+  TwoBitLines high[8];
+  NibbleLines codes[8];
+};
+struct PanelQ3_K {  // d * scale * (code - 4); 3.5625 bits a weight, where the file has 3.4375
+  uint16_t d[16];
+  int8_t scales[16][16];
+  FifthBitLine high[8];  // the third bits
+  TwoBitLines codes[8];
+};
+struct PanelQ2_K {  // also TQ1_0 and TQ2_0, with every scale and min 1 and dmin = d
+  uint16_t d[16], dmin[16];
+  uint8_t scales_mins[16][16];  // scale: the low nibble
+  TwoBitLines codes[8];
+};
+struct PanelIQ4_XS {  // 4.3125 bits a weight, where the file has 4.25
+  uint16_t d[16];
+  int8_t scales[8][16];
   NibbleLines codes[8];
 };
 static_assert(sizeof(PanelQ4_0) == 16 * sizeof(BlockQ4_0) && sizeof(PanelQ4_1) == 16 * sizeof(BlockQ4_1));
 static_assert(sizeof(PanelQ5_0) == 16 * sizeof(BlockQ5_0) && sizeof(PanelQ5_1) == 16 * sizeof(BlockQ5_1));
 static_assert(sizeof(PanelQ8_0) == 16 * sizeof(BlockQ8_0) && sizeof(PanelQ4_K) == 16 * sizeof(BlockQ4_K));
 static_assert(sizeof(PanelQ5_K) == 16 * sizeof(BlockQ5_K) && sizeof(PanelQ6_K) == 16 * sizeof(BlockQ6_K));
+static_assert(sizeof(PanelQ2_K) == 16 * sizeof(BlockQ2_K) && sizeof(PanelQ3_K) == 16 * 114);
+static_assert(sizeof(PanelIQ4_NL) == 16 * sizeof(BlockIQ4_NL) && sizeof(PanelIQ4_XS) == 16 * 138);
+static_assert(sizeof(PanelMXFP4) == 16 * 18);
 
 // ---- Quantized activations: 32 or 256 columns of a group of T tokens. A group is one such block after
 // another.

@@ -107,6 +107,18 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
       return gemm_packed<PanelQ5_1>(w, p0, p1, x, g0, g1, out, ldo);
     case QuantType::kQ8_0:
       return gemm_packed<PanelQ8_0>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kIQ4_NL:
+      return gemm_packed<PanelIQ4_NL>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kMXFP4:
+      return gemm_packed<PanelMXFP4>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kTQ1_0:
+    case QuantType::kTQ2_0:
+    case QuantType::kQ2_K:
+      return gemm_packed_k<PanelQ2_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kQ3_K:
+      return gemm_packed_k<PanelQ3_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kIQ4_XS:
+      return gemm_packed_k<PanelIQ4_XS>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ4_K:
       return gemm_packed_k<PanelQ4_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ5_K:

@@ -35,6 +35,11 @@ constexpr size_t kPrefetchAhead = 6144;
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+[[gnu::always_inline]] inline __m512 load_bf16(const uint16_t* p) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
+
 // The same 4 bytes in every lane.
 [[gnu::always_inline]] inline __m512i broadcast4(const void* p) {
   int32_t v;
@@ -63,6 +68,13 @@ constexpr size_t kPrefetchAhead = 6144;
 [[gnu::always_inline]] inline __m512i with_high_bits(__m512i low, __m512i bytes, int bit, int mask) {
   const __m512i moved = bit < 4 ? _mm512_slli_epi16(bytes, 4 - bit) : _mm512_srli_epi16(bytes, bit - 4);
   return _mm512_ternarylogic_epi32(low, moved, _mm512_set1_epi8(static_cast<char>(mask)), 0xF8);  // a | b & c
+}
+
+// What 4-bit codes stand for, plus 128
+[[gnu::always_inline]] inline __m512i looked_up(const int8_t (&values)[16], __m512i codes) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+  const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+  return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
 }
 
 // The tile of 1 .. 4 tokens of one group, or 8 of two.
@@ -114,6 +126,18 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
       return gemm_packed<PanelQ5_1>(w, p0, p1, x, g0, g1, out, ldo);
     case QuantType::kQ8_0:
       return gemm_packed<PanelQ8_0>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kIQ4_NL:
+      return gemm_packed<PanelIQ4_NL>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kMXFP4:
+      return gemm_packed<PanelMXFP4>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kTQ1_0:
+    case QuantType::kTQ2_0:
+    case QuantType::kQ2_K:
+      return gemm_packed_k<PanelQ2_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kQ3_K:
+      return gemm_packed_k<PanelQ3_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kIQ4_XS:
+      return gemm_packed_k<PanelIQ4_XS>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ4_K:
       return gemm_packed_k<PanelQ4_K>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ5_K:

@@ -10,6 +10,7 @@
 
 #include <concepts>
 #include <cstring>
+#include <type_traits>
 
 #include "core/dequant.h"
 #include "kernels/fill.h"
@@ -240,6 +241,37 @@ struct Dot8 {
     return vpaddq_s32(vpaddlq_s16(sums[v][t][0]), vpaddlq_s16(sums[v][t][1]));
   }
 };
+
+// The same for codes up to 127: products of neighbours are added up in 32 bits.
+template <int T, int Vectors>
+struct Dot8Wide {
+  static constexpr int kVectors = Vectors;
+  static constexpr bool kStarts = false;
+  int32x4_t sums[kVectors][T][2];
+
+  using Line = typename Dot8<T, Vectors>::Line;
+
+  [[gnu::always_inline]] inline Dot8Wide() {
+    CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+      CAUDAL_UNROLL for (int t = 0; t < T; ++t) sums[v][t][0] = sums[v][t][1] = vdupq_n_s32(0);
+    }
+  }
+  [[gnu::always_inline]] static inline Line load(const int8_t* line) { return Dot8<T, Vectors>::load(line); }
+  [[gnu::always_inline]] inline void add(int v, int8x16_t codes, const Line& line) {
+    CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+      const int16x8_t low = vmull_s8(vget_low_s8(codes), vget_low_s8(line.token[t]));
+      const int16x8_t high = vmull_high_s8(codes, line.token[t]);
+      sums[v][t][0] = vpadalq_s16(sums[v][t][0], low);
+      sums[v][t][1] = vpadalq_s16(sums[v][t][1], high);
+    }
+  }
+  [[gnu::always_inline]] inline int32x4_t sum(int v, int t) const {
+    return vpaddq_s32(sums[v][t][0], sums[v][t][1]);
+  }
+};
+template <class Panel, int T>
+using DotK =
+    std::conditional_t<std::same_as<Panel, PanelIQ4_XS>, Dot8Wide<T, kVectorsK<T>>, Dot8<T, kVectorsK<T>>>;
 
 // Four 32-bit sums, of the numbers of k modulo 4, for every row.
 template <int T>

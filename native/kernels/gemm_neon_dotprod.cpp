@@ -82,6 +82,9 @@ struct ByteWeights {
   using Dot = Dot8<T, kVectors8<T>>;
 };
 
+template <class Panel, int T>
+using DotK = Dot8<T, kVectorsK<T>>;
+
 #include "kernels/gemm_packed_neon.inl"
 
 // ---- More than two tokens. A vector of sums is of 4 rows and a token.

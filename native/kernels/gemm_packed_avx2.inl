@@ -52,6 +52,12 @@ struct Sums {
   return _mm256_and_si256(h == 0 ? line : _mm256_srli_epi16(line, 4), _mm256_set1_epi8(15));
 }
 
+// What 4-bit codes stand for, as signed bytes
+[[gnu::always_inline]] inline __m256i looked_up(const int8_t (&values)[16], __m256i codes) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
+
 // Bits `bit` .. of every byte moved to bit 4, under `mask`.
 [[gnu::always_inline]] inline __m256i moved_to_bit4(__m256i bytes, int bit, int mask) {
   const __m256i moved = bit < 4 ? _mm256_slli_epi16(bytes, 4 - bit) : _mm256_srli_epi16(bytes, bit - 4);
@@ -62,12 +68,16 @@ template <class Panel>
 inline constexpr bool kHasMin = requires(const Panel& w) { w.m; };
 template <class Panel>
 inline constexpr bool kHasFifthBit = requires(const Panel& w) { w.high; };
+// What is made of signed bytes: codes or, from a table, what 4-bit codes stand for
+template <class Panel>
+concept ByteWeights =
+    std::same_as<Panel, PanelQ8_0> || std::same_as<Panel, PanelIQ4_NL> || std::same_as<Panel, PanelMXFP4>;
 
 // 4- and 5-bit types. Products of codes 0..15 stay below 2 * 15 * 127 in a 16-bit lane, and eight of them
 // below 30480. Where that could overflow (codes 0..31), and where the type centres its codes anyway, the sums
 // start at what makes them sums over centred codes: 16-bit addition may wrap on the way, the result fits.
 template <class Panel, int T, bool kPrefetch>
-  requires(!std::same_as<Panel, PanelQ8_0>)
+  requires(!ByteWeights<Panel>)
 void multiply(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
   constexpr bool kCentred = kHasFifthBit<Panel> || !kHasMin<Panel>;
   const auto* x = reinterpret_cast<const BlockA8<T>*>(group);
@@ -125,8 +135,29 @@ void multiply(const Panel* w, const std::byte* group, int64_t blocks, float* out
   sums.write(out, ldo);
 }
 
+// Numbers 4j .. 4j+3 of the rows 8r .. 8r+7
+template <class Panel>
+[[gnu::always_inline]] inline __m256i bytes_at(const Panel& w, int j, int r) {
+  if constexpr (std::same_as<Panel, PanelQ8_0>) {
+    return load(w.codes[j][8 * r]);
+  } else {
+    return looked_up(std::same_as<Panel, PanelMXFP4> ? kTwiceE2M1 : kIQ4Values,
+                     nibbles_of(load(w.codes[j % 4][8 * r]), j / 4));
+  }
+}
+
+template <class Panel>
+[[gnu::always_inline]] inline __m256 scales_at(const Panel& w, int r) {
+  if constexpr (std::same_as<Panel, PanelMXFP4>) {
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.d + 8 * r));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+  } else {
+    return load_halves(w.d + 8 * r);
+  }
+}
+
 // 8-bit types
-template <std::same_as<PanelQ8_0> Panel, int T, bool kPrefetch>
+template <ByteWeights Panel, int T, bool kPrefetch>
 void multiply(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
   const auto* x = reinterpret_cast<const BlockA16<T>*>(group);
   Sums<T> sums;
@@ -137,7 +168,7 @@ void multiply(const Panel* w, const std::byte* group, int64_t blocks, float* out
     CAUDAL_UNROLL for (int j = 0; j < 8; ++j) {
       __m256i line[2];
       CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-        line[r] = load(w->codes[j][8 * r]);
+        line[r] = bytes_at(*w, j, r);
         pin(line[r]);
       }
       CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
@@ -157,7 +188,7 @@ void multiply(const Panel* w, const std::byte* group, int64_t blocks, float* out
       }
     }
     CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
-      const __m256 d = load_halves(w->d + 8 * r);
+      const __m256 d = scales_at(*w, r);
       CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
         const __m256 scale = _mm256_mul_ps(d, _mm256_broadcast_ss(&x->scale[t]));
         sums.set(r, t, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][t]), scale, sums.get(r, t)));

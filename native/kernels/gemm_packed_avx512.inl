@@ -7,8 +7,12 @@ template <class Panel>
 inline constexpr bool kHasFifthBit = requires(const Panel& w) { w.high; };
 // What is to be taken off the unsigned codes, in units of 8: activations hold the sums of their codes times
 // -8. 5-bit codes with a min are centred too, because the other instruction sets do that and round alike.
+// What is made of bytes: codes or, from a table, what 4-bit codes stand for, less 128
 template <class Panel>
-inline constexpr int kCentre = std::same_as<Panel, PanelQ8_0>   ? 16
+concept ByteWeights =
+    std::same_as<Panel, PanelQ8_0> || std::same_as<Panel, PanelIQ4_NL> || std::same_as<Panel, PanelMXFP4>;
+template <class Panel>
+inline constexpr int kCentre = ByteWeights<Panel>               ? 16
                                : kHasFifthBit<Panel>            ? 2
                                : std::same_as<Panel, PanelQ4_0> ? 1
                                                                 : 0;
@@ -18,6 +22,9 @@ template <class Panel>
 [[gnu::always_inline]] inline __m512i codes_at(const Panel& w, int j) {
   if constexpr (std::same_as<Panel, PanelQ8_0>) {
     return _mm512_xor_si512(load(w.codes[j]), _mm512_set1_epi8(-128));
+  } else if constexpr (ByteWeights<Panel>) {
+    return looked_up(std::same_as<Panel, PanelMXFP4> ? kTwiceE2M1 : kIQ4Values,
+                     nibbles_of(load(w.codes[j % 4]), j / 4));
   } else {
     const __m512i low = nibbles_of(load(w.codes[j % 4]), j / 4);
     if constexpr (kHasFifthBit<Panel>)
@@ -60,7 +67,7 @@ void multiply(const Panel* w, const std::byte* group, size_t group_bytes, int64_
         }
       }
     }
-    const __m512 d = load_halves(w->d);
+    const __m512 d = std::same_as<Panel, PanelMXFP4> ? load_bf16(w->d) : load_halves(w->d);
     [[maybe_unused]] __m512 m;
     if constexpr (kHasMin<Panel>) {
       m = load_halves(w->m);

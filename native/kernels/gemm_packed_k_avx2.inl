@@ -1,4 +1,4 @@
-// Products with packed weights in blocks of 256 (Q4_K, Q5_K, Q6_K). Included inside the unnamed namespace of
+// Products with packed weights in blocks of 256 (K types, IQ4_XS). Included inside the unnamed namespace of
 // gemm_avx2.cpp.
 //
 // A block is a sum over parts of 32 or 16 columns: scale * (sum of code * activation). The sum of a part fits
@@ -6,19 +6,36 @@
 // the work is the same for all tokens except for the products themselves, and is done once for all groups.
 
 template <class Panel>
-inline constexpr bool kHasMins = requires(const Panel& w) { w.parts; };
+inline constexpr bool kHasMins = requires(const Panel& w) { w.dmin; };
 template <class Panel>
-inline constexpr int kParts = kHasMins<Panel> ? 8 : 16;
+inline constexpr int kParts =
+    sizeof(Panel::codes[0]) == sizeof(TwoBitLines) || std::same_as<Panel, PanelQ6_K> ? 16 : 8;
+template <class Panel>
+inline constexpr bool kTwoParts = kParts<Panel> == 16;  // of 16 columns, in place of one of 32
+// Vectors of mins, each to be multiplied by pairs of sums of activations: of parts 2i and 2i + 1, or of one
+// part, whose sums are in halves
+template <class Panel>
+inline constexpr int kMinPairs = !kHasMins<Panel>   ? 0
+                                 : kTwoParts<Panel> ? 16
+                                                    : 4;
+// What the codes of parts of 16 columns are more than what they stand for
+template <class Panel>
+inline constexpr int kCentreK = std::same_as<Panel, PanelQ6_K>   ? 32
+                                : std::same_as<Panel, PanelQ3_K> ? 4
+                                                                 : 0;
+// Codes are signed bytes up to 127 in magnitude: two products fill 16 bits.
+template <class Panel>
+inline constexpr bool kSignedBytes = std::same_as<Panel, PanelIQ4_XS>;
 // 5-bit codes with mins are summed as code - 16 (see multiply()), which leaves 16 * scale * (sum of
 // activations) to be added.
 template <class Panel>
-inline constexpr bool kAddsCentre = kHasMins<Panel> && requires(const Panel& w) { w.high; };
+inline constexpr bool kAddsCentre = std::same_as<Panel, PanelQ5_K>;
 
 // The scales of a block, one 16-bit pair for each 32-bit lane, ready for multiplication by pairs of sums.
 template <class Panel>
 struct BlockScales {
-  alignas(32) int16_t scale[kParts<Panel>][2][16];              // [part][rows 0-7, 8-15]: scale, scale
-  alignas(32) int16_t min[kHasMins<Panel> ? 4 : 1][2][16];      // [i]: min of part 2i, min of part 2i + 1
+  alignas(32) int16_t scale[kParts<Panel>][2][16];  // [part][rows 0-7, 8-15]: scale, scale
+  alignas(32) int16_t min[kHasMins<Panel> ? kMinPairs<Panel> : 1][2][16];
   alignas(32) int16_t pair[kAddsCentre<Panel> ? 4 : 1][2][16];  // [i]: scale of part 2i, scale of part 2i + 1
   alignas(32) float d[2][8];
   alignas(32) float dmin[2][8];
@@ -39,6 +56,16 @@ template <class Panel>
   CAUDAL_UNROLL for (int r = 0; r < 2; ++r) _mm256_store_ps(to.d[r], load_halves(w.d + 8 * r));
   if constexpr (kHasMins<Panel>) {
     CAUDAL_UNROLL for (int r = 0; r < 2; ++r) _mm256_store_ps(to.dmin[r], load_halves(w.dmin + 8 * r));
+  }
+  if constexpr (requires { w.scales_mins; }) {
+    const __m128i nibble = _mm_set1_epi8(15);
+    CAUDAL_UNROLL for (int i = 0; i < kParts<Panel>; ++i) {
+      const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.scales_mins[i]));
+      const __m128i scale = _mm_and_si128(both, nibble), min = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
+      store_pairs(scale, scale, to.scale[i]);
+      store_pairs(min, min, to.min[i]);
+    }
+  } else if constexpr (kHasMins<Panel>) {
     const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30);
     CAUDAL_UNROLL for (int i = 0; i < 4; ++i) {  // parts 2i and 2i + 1
       const __m256i low = load(w.parts.low[2 * i]);
@@ -74,6 +101,22 @@ template <class Panel>
 [[gnu::always_inline]] inline __m256i codes_at(const PanelQ6_K& w, int i, int h, int j, int r) {
   return _mm256_or_si256(nibbles_of(load(w.codes[i][j][8 * r]), h),
                          moved_to_bit4(load(w.high[i][h][8 * r]), 2 * j, 0x30));
+}
+
+[[gnu::always_inline]] inline __m256i two_bits(const TwoBitLines& lines, int h, int j, int r) {
+  return _mm256_and_si256(_mm256_srli_epi16(load(lines[h][8 * r]), 2 * j), _mm256_set1_epi8(3));
+}
+[[gnu::always_inline]] inline __m256i codes_at(const PanelQ2_K& w, int i, int h, int j, int r) {
+  return two_bits(w.codes[i], h, j, r);
+}
+[[gnu::always_inline]] inline __m256i codes_at(const PanelQ3_K& w, int i, int h, int j, int r) {
+  const __m256i line = load(w.high[i][8 * r]);
+  const int bit = j + 4 * h;
+  const __m256i third = bit < 2 ? _mm256_slli_epi16(line, 2 - bit) : _mm256_srli_epi16(line, bit - 2);
+  return _mm256_or_si256(two_bits(w.codes[i], h, j, r), _mm256_and_si256(third, _mm256_set1_epi8(4)));
+}
+[[gnu::always_inline]] inline __m256i codes_at(const PanelIQ4_XS& w, int i, int h, int j, int r) {
+  return looked_up(kIQ4Values, nibbles_of(load(w.codes[i][j][8 * r]), h));
 }
 
 // The codes of a block as bytes. Worth its cost where more than two groups use them.
@@ -131,9 +174,41 @@ struct IntegerSums {
 
 // Columns 32i .. 32i + 31 of a block. `codes` is the panel's block itself or its tile.
 template <class Panel, int T, class Codes>
+  requires(kSignedBytes<Panel>)
 [[gnu::always_inline]] inline void add_columns(const Codes& codes, const BlockScales<Panel>& scales,
                                                const BlockA8K<T>& x, int i, IntegerSums<T>& total) {
-  constexpr bool kTwoParts = kParts<Panel> == 16;
+  __m256i sum[2][T], scale[2];
+  CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
+    scale[r] = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales.scale[i][r]));
+    CAUDAL_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = total.get(r, t);
+  }
+  CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
+    CAUDAL_UNROLL for (int j = 0; j < 4; ++j) {
+      __m256i code[2], magnitude[2];
+      CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
+        code[r] = codes_at(codes, i, h, j, r);
+        magnitude[r] = _mm256_abs_epi8(code[r]);
+      }
+      CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+        const __m256i act = broadcast4(x.codes[8 * i + 4 * h + j][t]);
+        CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
+          const __m256i product = _mm256_maddubs_epi16(magnitude[r], _mm256_sign_epi8(act, code[r]));
+          sum[r][t] = _mm256_add_epi32(sum[r][t], _mm256_madd_epi16(product, scale[r]));
+          pin(sum[r][t]);
+        }
+      }
+    }
+  }
+  CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
+    CAUDAL_UNROLL for (int t = 0; t < T; ++t) total.set(r, t, sum[r][t]);
+  }
+}
+
+template <class Panel, int T, class Codes>
+  requires(!kSignedBytes<Panel>)
+[[gnu::always_inline]] inline void add_columns(const Codes& codes, const BlockScales<Panel>& scales,
+                                               const BlockA8K<T>& x, int i, IntegerSums<T>& total) {
+  constexpr bool kStarts = kAddsCentre<Panel> || kCentreK<Panel> != 0;
   __m256i sum[2][T];
   const auto scale_part = [&](int part) {
     CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
@@ -144,12 +219,15 @@ template <class Panel, int T, class Codes>
     }
   };
   CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
-    if constexpr (kTwoParts || kAddsCentre<Panel>) {  // start from the centre of the codes
-      if (kTwoParts || h == 0) {
+    if constexpr (kStarts) {  // from the centre of the codes
+      if (kTwoParts<Panel> || h == 0) {
         CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-          const __m256i first = broadcast4(x.pairs[2 * i + h][t]);
-          const __m256i start =
-              _mm256_add_epi16(first, kTwoParts ? first : broadcast4(x.pairs[2 * i + 1][t]));
+          const __m256i first = broadcast4(x.pairs[2 * i + h][t]);  // times -16
+          __m256i start;
+          if constexpr (kCentreK<Panel> == 4)
+            start = _mm256_srai_epi16(first, 2);
+          else
+            start = _mm256_add_epi16(first, kTwoParts<Panel> ? first : broadcast4(x.pairs[2 * i + 1][t]));
           CAUDAL_UNROLL for (int r = 0; r < 2; ++r) sum[r][t] = start;
         }
       }
@@ -164,15 +242,15 @@ template <class Panel, int T, class Codes>
         const __m256i act = broadcast4(x.codes[8 * i + 4 * h + j][t]);
         CAUDAL_UNROLL for (int r = 0; r < 2; ++r) {
           const __m256i product = _mm256_maddubs_epi16(code[r], act);
-          const bool first = !kTwoParts && !kAddsCentre<Panel> && h + j == 0;
+          const bool first = !kStarts && (kTwoParts<Panel> ? j == 0 : h + j == 0);
           sum[r][t] = first ? product : _mm256_add_epi16(sum[r][t], product);
           pin(sum[r][t]);
         }
       }
     }
-    if constexpr (kTwoParts) scale_part(2 * i + h);
+    if constexpr (kTwoParts<Panel>) scale_part(2 * i + h);
   }
-  if constexpr (!kTwoParts) scale_part(i);
+  if constexpr (!kTwoParts<Panel>) scale_part(i);
 }
 
 // Adds the block to a float sum: of token t, rows 8r .. 8r + 7.
@@ -192,12 +270,21 @@ template <class Panel, int T>
                         sum);
   if constexpr (kHasMins<Panel>) {
     __m256i mins = _mm256_setzero_si256();
-    CAUDAL_UNROLL for (int i = 0; i < 4; ++i) {
+    CAUDAL_UNROLL for (int i = 0; i < kMinPairs<Panel>; ++i) {
       const __m256i min = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales.min[i][r]));
-      mins = _mm256_add_epi32(mins, _mm256_madd_epi16(min, broadcast4(x.sums[i][t])));
+      __m256i acts;
+      if constexpr (kTwoParts<Panel>)
+        acts = broadcast4(x.pairs[i][t]);
+      else
+        acts = broadcast4(x.sums[i][t]);
+      mins = _mm256_add_epi32(mins, _mm256_madd_epi16(min, acts));
     }
-    sum = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(mins), _mm256_mul_ps(_mm256_load_ps(scales.dmin[r]), act_scale),
-                           sum);
+    const __m256 dmin = _mm256_mul_ps(_mm256_load_ps(scales.dmin[r]), act_scale);
+    if constexpr (kTwoParts<Panel>) {  // 16 columns: the sums are times -16
+      sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(mins, 4)), dmin, sum);
+    } else {
+      sum = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(mins), dmin, sum);
+    }
   }
   return sum;
 }

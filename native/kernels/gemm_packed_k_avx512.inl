@@ -3,15 +3,30 @@
 // in integers; it becomes a float once.
 
 template <class Panel>
-inline constexpr bool kHasMins = requires(const Panel& w) { w.parts; };
+inline constexpr bool kHasMins = requires(const Panel& w) { w.dmin; };
 template <class Panel>
-inline constexpr int kParts = kHasMins<Panel> ? 8 : 16;
+inline constexpr int kParts =
+    sizeof(Panel::codes[0]) == sizeof(TwoBitLines) || std::same_as<Panel, PanelQ6_K> ? 16 : 8;
+template <class Panel>
+inline constexpr bool kTwoParts = kParts<Panel> == 16;  // of 16 columns, in place of one of 32
+// Vectors of mins, each to be multiplied by pairs of sums of activations: of parts 2i and 2i + 1, or of one
+// part, whose sums are in halves
+template <class Panel>
+inline constexpr int kMinPairs = !kHasMins<Panel>      ? 0
+                                 : kParts<Panel> == 16 ? 16
+                                                       : 4;
+// What the unsigned codes are more than what they stand for
+template <class Panel>
+inline constexpr int kCentreK = std::same_as<Panel, PanelQ6_K>     ? 32
+                                : std::same_as<Panel, PanelQ3_K>   ? 4
+                                : std::same_as<Panel, PanelIQ4_XS> ? 128
+                                                                   : 0;
 
 // What the tokens of a block share.
 template <class Panel>
 struct BlockScales {
   alignas(64) int32_t scale[kParts<Panel>][16];
-  alignas(64) int16_t min[kHasMins<Panel> ? 4 : 1][16][2];  // [i]: min of part 2i, min of part 2i + 1
+  alignas(64) int16_t min[kHasMins<Panel> ? kMinPairs<Panel> : 1][16][2];
   alignas(64) float d[16];
   alignas(64) float dmin[16];
 };
@@ -23,8 +38,15 @@ struct BlockScales {
 template <class Panel>
 [[gnu::always_inline]] inline void expand_scales(const Panel& w, BlockScales<Panel>& to) {
   _mm512_store_ps(to.d, load_halves(w.d));
-  if constexpr (kHasMins<Panel>) {
-    _mm512_store_ps(to.dmin, load_halves(w.dmin));
+  if constexpr (kHasMins<Panel>) _mm512_store_ps(to.dmin, load_halves(w.dmin));
+  if constexpr (requires { w.scales_mins; }) {
+    CAUDAL_UNROLL for (int i = 0; i < kParts<Panel>; ++i) {
+      const __m512i both = _mm512_cvtepu8_epi32(bytes16(w.scales_mins[i]));
+      const __m512i min = _mm512_srli_epi32(both, 4);
+      _mm512_store_si512(to.scale[i], _mm512_and_si512(both, _mm512_set1_epi32(15)));
+      _mm512_store_si512(to.min[i], _mm512_or_si512(min, _mm512_slli_epi32(min, 16)));
+    }
+  } else if constexpr (kHasMins<Panel>) {
     const __m128i nibble = _mm_set1_epi8(15), upper = _mm_set1_epi8(0x30);
     CAUDAL_UNROLL for (int i = 0; i < 8; i += 2) {
       __m128i mins[2];
@@ -59,22 +81,50 @@ template <class Panel>
 [[gnu::always_inline]] inline __m512i codes_at(const PanelQ6_K& w, int i, int h, int j) {
   return with_high_bits(nibbles_of(load(w.codes[i][j]), h), load(w.high[i][h]), 2 * j, 0x30);
 }
+[[gnu::always_inline]] inline __m512i two_bits(const TwoBitLines& lines, int h, int j) {
+  return _mm512_and_si512(_mm512_srli_epi16(load(lines[h]), 2 * j), _mm512_set1_epi8(3));
+}
+[[gnu::always_inline]] inline __m512i codes_at(const PanelQ2_K& w, int i, int h, int j) {
+  return two_bits(w.codes[i], h, j);
+}
+[[gnu::always_inline]] inline __m512i codes_at(const PanelQ3_K& w, int i, int h, int j) {
+  const __m512i line = load(w.high[i]);
+  const int bit = j + 4 * h;
+  const __m512i third = bit < 2 ? _mm512_slli_epi16(line, 2 - bit) : _mm512_srli_epi16(line, bit - 2);
+  return _mm512_ternarylogic_epi32(two_bits(w.codes[i], h, j), third, _mm512_set1_epi8(4),
+                                   0xF8);  // a | b & c
+}
+[[gnu::always_inline]] inline __m512i codes_at(const PanelIQ4_XS& w, int i, int h, int j) {
+  return looked_up(kIQ4Values, nibbles_of(load(w.codes[i][j]), h));
+}
+
+// `pairs`: sums of the activations of 16 columns times -16. The result is their sum times -kCentreK.
+template <class Panel>
+[[gnu::always_inline]] inline __m512i start_at(const int16_t (&pairs)[2], __m512i sum) {
+  if constexpr (kCentreK<Panel> >= 16) {
+    return add_pairs(sum, _mm512_set1_epi16(kCentreK<Panel> / 16), pairs);
+  } else {
+    static_assert(kCentreK<Panel> == 4);
+    return _mm512_srai_epi32(add_pairs(sum, _mm512_set1_epi16(1), pairs), 2);
+  }
+}
 
 // Columns 32i .. 32i + 31 of a block.
 template <class Panel, int Groups, int T>
 [[gnu::always_inline]] inline void add_columns(const Panel& w, const BlockScales<Panel>& scales,
                                                const BlockA8K<T>* const (&x)[Groups], int i,
                                                __m512i (&total)[Groups][T]) {
-  constexpr bool kTwoParts = kParts<Panel> == 16;
   __m512i sum[Groups][T];
   CAUDAL_UNROLL for (int h = 0; h < 2; ++h) {
-    if (kTwoParts || h == 0) {
+    if (kTwoParts<Panel> || h == 0) {
       CAUDAL_UNROLL for (int g = 0; g < Groups; ++g) {
         CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
           sum[g][t] = _mm512_setzero_si512();
-          // 6-bit codes less 32; the activations hold sums times -16.
-          if constexpr (kTwoParts)
-            sum[g][t] = add_pairs(sum[g][t], _mm512_set1_epi16(2), x[g]->pairs[2 * i + h][t]);
+          if constexpr (kCentreK<Panel> != 0) {
+            sum[g][t] = start_at<Panel>(x[g]->pairs[2 * i + h][t], sum[g][t]);
+            if constexpr (!kTwoParts<Panel>)
+              sum[g][t] = start_at<Panel>(x[g]->pairs[2 * i + 1][t], sum[g][t]);
+          }
         }
       }
     }
@@ -87,8 +137,8 @@ template <class Panel, int Groups, int T>
         }
       }
     }
-    if (kTwoParts || h == 1) {
-      const __m512i scale = _mm512_load_si512(scales.scale[kTwoParts ? 2 * i + h : i]);
+    if (kTwoParts<Panel> || h == 1) {
+      const __m512i scale = _mm512_load_si512(scales.scale[kTwoParts<Panel> ? 2 * i + h : i]);
       CAUDAL_UNROLL for (int g = 0; g < Groups; ++g) {
         CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
           total[g][t] = _mm512_add_epi32(total[g][t], _mm512_mullo_epi32(sum[g][t], scale));
@@ -123,11 +173,18 @@ template <class Panel, int Groups, int T, bool kPrefetch>
       sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[g][t]), _mm512_mul_ps(d, act_scale), sum);
       if constexpr (kHasMins<Panel>) {
         __m512i mins = _mm512_setzero_si512();
-        CAUDAL_UNROLL for (int i = 0; i < 4; ++i) {
-          mins = add_pairs(mins, _mm512_load_si512(scales.min[i]), x[g]->sums[i][t]);
+        CAUDAL_UNROLL for (int i = 0; i < kMinPairs<Panel>; ++i) {
+          if constexpr (kTwoParts<Panel>)
+            mins = add_pairs(mins, _mm512_load_si512(scales.min[i]), x[g]->pairs[i][t]);
+          else
+            mins = add_pairs(mins, _mm512_load_si512(scales.min[i]), x[g]->sums[i][t]);
         }
         const __m512 dmin = _mm512_mul_ps(_mm512_load_ps(scales.dmin), act_scale);
-        sum = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(mins), dmin, sum);
+        if constexpr (kTwoParts<Panel>) {  // 16 columns: the sums are times -16
+          sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(mins, 4)), dmin, sum);
+        } else {
+          sum = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(mins), dmin, sum);
+        }
       }
     }
   }

@@ -3,7 +3,8 @@
 //   template <int T, int Vectors> struct Dot8    int8 codes times int8 activations
 //   constexpr int kMostTokens                    of a group
 //   template <int T> constexpr int kVectors8, kVectorsK   what fits into the registers: 1, 2 or 4
-//   template <int T> struct ByteWeights          of Q8_0: the Block of activations and the Dot
+//   template <int T> struct ByteWeights          of 8-bit numbers: the Block of activations and the Dot
+//   template <class Panel, int T> using DotK     of blocks of 256 columns
 // Each adds up exact integers over the columns of a block for Vectors x 4 rows and T tokens. There is no
 // saturation to care for, so signed codes are multiplied without the detours that other processors need, and
 // a vector of 16 codes (4 rows x 4 numbers of k) is used as it lies in its line:
@@ -41,7 +42,7 @@ template <int T>
 template <class Panel, class Block>
 [[gnu::always_inline]] inline float32x4_t add_block(const Panel& w, int v, const Block& x, int t,
                                                     int32x4_t codes, float32x4_t sum) {
-  const float32x4_t d = load_halves(w.d + 4 * v);
+  const float32x4_t d = scales_at(w, v);
   sum = vfmaq_f32(sum, vcvtq_f32_s32(codes), vmulq_n_f32(d, x.scale[t]));
   if constexpr (HasMin<Panel>) {
     float32x4_t m = load_halves(w.m + 4 * v);
@@ -60,12 +61,13 @@ template <int T>
   return x.codes[line][0][0];
 }
 
+// Starts are multiples of the sums of 8 or 16 activations that are at hand.
 template <class Panel, class Dot>
-constexpr bool kFromStart = Dot::kStarts && kCentre<Panel> != 0;
+constexpr bool kFromStart = Dot::kStarts && kCentre<Panel> != 0 && !std::same_as<Panel, PanelQ3_K>;
 
 template <class Dot, class Panel, class... Where>
 [[gnu::always_inline]] inline TwoLines codes_for(const Panel& w, Where... where) {
-  if constexpr (Dot::kStarts) {
+  if constexpr (kFromStart<Panel, Dot>) {
     return codes(w, where...);
   } else {
     return centred_codes(w, where...);
@@ -109,13 +111,12 @@ void tile(const Panel* w, const std::byte* group, int64_t blocks, float* out, si
 // The integer scales of a block, and the mins, of parts of 32 or 16 columns
 template <class Panel>
 struct Scales {
-  static constexpr int kParts = HasParts<Panel> ? 8 : 16;
-  int16_t scales[kParts][kPanelRows], mins[kParts][kPanelRows];
+  int16_t scales[kParts<Panel>][kPanelRows], mins[kParts<Panel>][kPanelRows];
 
   [[gnu::always_inline]] inline explicit Scales(const Panel& w) {
-    CAUDAL_UNROLL for (int part = 0; part < kParts; ++part) {
-      if constexpr (HasParts<Panel>) {
-        const ScaleMin both = scale_min(w.parts, part);
+    CAUDAL_UNROLL for (int part = 0; part < kParts<Panel>; ++part) {
+      if constexpr (HasMins<Panel>) {
+        const ScaleMin both = scale_min(w, part);
         store_words(both.scale, scales[part]);
         store_words(both.min, mins[part]);
       } else {
@@ -128,8 +129,8 @@ struct Scales {
   }
 };
 
-// Blocks of 256 columns with integer scales. All sums fit into 32 bits: |code * scale| <= 63 * 31 or 32 *
-// 128, and 256 * 4096 * 127 < 2^28.
+// Blocks of 256 columns with integer scales. All sums fit into 32 bits: |code * scale| <= 63 * 31, 32 * 128
+// or 127 * 32, and 256 * 4096 * 127 < 2^28.
 template <class Panel, class Dot, int T>
 void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, size_t ldo) {
   constexpr int kVectors = Dot::kVectors;
@@ -144,10 +145,11 @@ void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, 
         CAUDAL_UNROLL for (int t = 0; t < T; ++t) total[v][t] = mins[v][t] = vdupq_n_s32(0);
       }
       for (int part = 0; part < 8; ++part) {
-        Dot dots[HasParts<Panel> ? 1 : 2];  // Q6_K has a scale for each 16 columns
-        Dot &first = dots[0], &second = dots[HasParts<Panel> ? 0 : 1];
+        constexpr bool kTwoParts = kParts<Panel> == 16;  // of 16 columns, in place of one of 32
+        Dot dots[kTwoParts ? 2 : 1];
+        Dot &first = dots[0], &second = dots[kTwoParts ? 1 : 0];
         if constexpr (kFromStart<Panel, Dot>) {
-          static_assert(!HasParts<Panel>);
+          static_assert(kTwoParts && kCentre<Panel> % 16 == 0);
           first.start(x->pairs[2 * part], kCentre<Panel> / 16);
           second.start(x->pairs[2 * part + 1], kCentre<Panel> / 16);
         }
@@ -160,18 +162,25 @@ void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, 
           }
         }
         CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
-          if constexpr (HasParts<Panel>) {
-            const int32x4_t scale = scales.scale(part, v0 + v);
-            const int16x4_t min = vld1_s16(scales.mins[part] + 4 * (v0 + v));
-            CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
-              total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), scale);
-              mins[v][t] = vmlal_n_s16(mins[v][t], min, x->sums[part / 2][t][part % 2]);
-            }
-          } else {
+          if constexpr (kTwoParts) {
             const int32x4_t s0 = scales.scale(2 * part, v0 + v), s1 = scales.scale(2 * part + 1, v0 + v);
             CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
               total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), s0);
               total[v][t] = vmlaq_s32(total[v][t], second.sum(v, t), s1);
+            }
+          } else {
+            const int32x4_t scale = scales.scale(part, v0 + v);
+            CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+              total[v][t] = vmlaq_s32(total[v][t], first.sum(v, t), scale);
+            }
+          }
+          if constexpr (HasMins<Panel>) {
+            constexpr int kCount = kTwoParts ? 2 : 1;
+            CAUDAL_UNROLL for (int i = 0; i < kCount; ++i) {
+              const int16x4_t min = vld1_s16(scales.mins[kCount * part + i] + 4 * (v0 + v));
+              CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
+                mins[v][t] = vmlal_n_s16(mins[v][t], min, part_sum<Panel>(*x, kCount * part + i, t));
+              }
             }
           }
         }
@@ -181,7 +190,7 @@ void tile_k(const Panel* w, const std::byte* group, int64_t blocks, float* out, 
         CAUDAL_UNROLL for (int t = 0; t < T; ++t) {
           float32x4_t sum = sums[v0 + v][t];
           sum = vfmaq_f32(sum, vcvtq_f32_s32(total[v][t]), vmulq_n_f32(d, x->scale[t]));
-          if constexpr (HasParts<Panel>) {
+          if constexpr (HasMins<Panel>) {
             const float32x4_t dmin = load_halves(w->dmin + 4 * (v0 + v));
             sum = vfmsq_f32(sum, vcvtq_f32_s32(mins[v][t]), vmulq_n_f32(dmin, x->scale[t]));
           }
@@ -202,8 +211,8 @@ constexpr Tile<Panel> tile_for() {
   if constexpr (T > kMostTokens) {
     return nullptr;
   } else if constexpr (Size == kSuperBlock) {
-    return tile_k<Panel, Dot8<T, kVectorsK<T>>, T>;
-  } else if constexpr (std::same_as<Panel, PanelQ8_0>) {
+    return tile_k<Panel, DotK<Panel, T>, T>;
+  } else if constexpr (IsByteWeights<Panel>) {
     return tile<Panel, typename ByteWeights<T>::Block, typename ByteWeights<T>::Dot, T>;
   } else {
     return tile<Panel, BlockA8<T>, Dot8<T, kVectors8<T>>, T>;
@@ -255,6 +264,18 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
       return gemm_packed<PanelQ5_1, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
     case QuantType::kQ8_0:
       return gemm_packed<PanelQ8_0, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kIQ4_NL:
+      return gemm_packed<PanelIQ4_NL, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kMXFP4:
+      return gemm_packed<PanelMXFP4, kBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kTQ1_0:
+    case QuantType::kTQ2_0:
+    case QuantType::kQ2_K:
+      return gemm_packed<PanelQ2_K, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kQ3_K:
+      return gemm_packed<PanelQ3_K, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
+    case QuantType::kIQ4_XS:
+      return gemm_packed<PanelIQ4_XS, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
     case QuantType::kQ4_K:
       return gemm_packed<PanelQ4_K, kSuperBlock>(w, p0, p1, x, g0, g1, out, ldo);
     case QuantType::kQ5_K:

@@ -51,6 +51,19 @@ struct TwoLines {
   return {vld1q_s8(w.codes[j][4 * v]), vld1q_s8(w.codes[j + 4][4 * v])};
 }
 
+// What 4-bit codes stand for
+[[gnu::always_inline]] inline TwoLines looked_up(const int8_t (&values)[16], TwoLines codes) {
+  const int8x16_t table = vld1q_s8(values);
+  return {vqtbl1q_s8(table, vreinterpretq_u8_s8(codes.first)),
+          vqtbl1q_s8(table, vreinterpretq_u8_s8(codes.second))};
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelIQ4_NL& w, int j, int v) {
+  return looked_up(kIQ4Values, nibbles(w.codes, j, v));
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelMXFP4& w, int j, int v) {
+  return looked_up(kTwiceE2M1, nibbles(w.codes, j, v));
+}
+
 // Part `part` of 32 columns of a K block
 [[gnu::always_inline]] inline TwoLines codes(const PanelQ4_K& w, int part, int j, int v) {
   return nibbles(w.codes[part], j, v);
@@ -65,6 +78,24 @@ struct TwoLines {
           with_bits(low.second, vld1q_u8(w.high[part][1][4 * v]), left, 48)};
 }
 
+[[gnu::always_inline]] inline TwoLines two_bits(const TwoBitLines& lines, int j, int v) {
+  const uint8x16_t three = vdupq_n_u8(3);
+  const int8x16_t right = vdupq_n_s8(static_cast<int8_t>(-2 * j));
+  return {vreinterpretq_s8_u8(vandq_u8(vshlq_u8(vld1q_u8(lines[0][4 * v]), right), three)),
+          vreinterpretq_s8_u8(vandq_u8(vshlq_u8(vld1q_u8(lines[1][4 * v]), right), three))};
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ2_K& w, int part, int j, int v) {
+  return two_bits(w.codes[part], j, v);
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelQ3_K& w, int part, int j, int v) {
+  const TwoLines low = two_bits(w.codes[part], j, v);
+  const uint8x16_t third = vld1q_u8(w.high[part][4 * v]);
+  return {with_bits(low.first, third, 2 - j, 4), with_bits(low.second, third, -2 - j, 4)};
+}
+[[gnu::always_inline]] inline TwoLines codes(const PanelIQ4_XS& w, int part, int j, int v) {
+  return looked_up(kIQ4Values, nibbles(w.codes[part], j, v));
+}
+
 // What a code is more than what it stands for. Those of Q5_1 as in the reference.
 template <class Panel>
 constexpr int kCentre = 0;
@@ -76,6 +107,8 @@ template <>
 constexpr int kCentre<PanelQ5_1> = 16;
 template <>
 constexpr int kCentre<PanelQ6_K> = 32;
+template <>
+constexpr int kCentre<PanelQ3_K> = 4;
 
 template <class Panel, class... Where>
 [[gnu::always_inline]] inline TwoLines centred_codes(const Panel& w, Where... where) {
@@ -94,14 +127,41 @@ concept HasMin = requires(const Panel& w) { w.m; };
 template <class Panel>
 concept HasFifthBits = requires(const Panel& w) { w.high; };
 template <class Panel>
-concept HasParts = requires(const Panel& w) { w.parts; };  // with a scale and a min each
+concept HasParts = requires(const Panel& w) { w.parts; };  // of 32 columns, with a scale and a min each
+template <class Panel>
+concept HasScalesMins = requires(const Panel& w) { w.scales_mins; };  // of 16 columns
+template <class Panel>
+concept HasMins = HasParts<Panel> || HasScalesMins<Panel>;
+template <class Panel>
+constexpr int kParts = HasParts<Panel> || std::same_as<Panel, PanelIQ4_XS> ? 8 : 16;
+template <class Panel>
+concept IsByteWeights =
+    std::same_as<Panel, PanelQ8_0> || std::same_as<Panel, PanelIQ4_NL> || std::same_as<Panel, PanelMXFP4>;
+
+// The scales of rows 4 v .. 4 v + 3
+template <class Panel>
+[[gnu::always_inline]] inline float32x4_t scales_at(const Panel& w, int v) {
+  if constexpr (std::same_as<Panel, PanelMXFP4>) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(w.d + 4 * v), 16));
+  } else {
+    return load_halves(w.d + 4 * v);
+  }
+}
 
 // The scales and mins of part `part`, of 16 rows
 struct ScaleMin {
   int8x16_t scale, min;
 };
 
-[[gnu::always_inline]] inline ScaleMin scale_min(const ScalesMins& parts, int part) {
+template <HasScalesMins Panel>
+[[gnu::always_inline]] inline ScaleMin scale_min(const Panel& w, int part) {
+  const uint8x16_t both = vld1q_u8(w.scales_mins[part]);
+  return {vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(both, 4))};
+}
+
+template <HasParts Panel>
+[[gnu::always_inline]] inline ScaleMin scale_min(const Panel& w, int part) {
+  const ScalesMins& parts = w.parts;
   const uint8x16_t fifteen = vdupq_n_u8(15), upper = vdupq_n_u8(48);
   const uint8x16_t low = vld1q_u8(parts.low[part]), four = vld1q_u8(parts.high[part % 4]);
   const uint8x16_t high = part < 4 ? four : vshrq_n_u8(four, 4);
@@ -110,7 +170,17 @@ struct ScaleMin {
   return {vreinterpretq_s8_u8(scale), vreinterpretq_s8_u8(min)};
 }
 
-// ---- Sums of the activations over 8 parts of a K block
+// ---- Sums of the activations over the parts of a K block
+
+// Of part `part` and token t
+template <class Panel, int T>
+[[gnu::always_inline]] inline int16_t part_sum(const BlockA8K<T>& x, int part, int t) {
+  if constexpr (kParts<Panel> == 16) {  // in halves, times -16
+    return static_cast<int16_t>(-((x.pairs[part][t][0] + x.pairs[part][t][1]) >> 4));
+  } else {
+    return x.sums[part / 2][t][part % 2];
+  }
+}
 
 // Signed bytes of 8 parts of pairs of tokens: a sum is 256 * high + low.
 struct TokenPairs {

@@ -2,7 +2,9 @@
 
 #include <bit>
 #include <cmath>
+#include <concepts>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 
 #include "core/dequant.h"
@@ -170,6 +172,8 @@ int fifth_bit(const FifthBitLine& line, int row, int k) { return (line[row][k % 
 // themselves less 16, as the fast kernels compute with them.
 int code(const PanelQ4_0& w, int row, int k) { return nibble(w.codes, row, k) - 8; }
 int code(const PanelQ8_0& w, int row, int k) { return w.codes[k / 4][row][k % 4]; }
+int code(const PanelIQ4_NL& w, int row, int k) { return kIQ4Values[nibble(w.codes, row, k)]; }
+int code(const PanelMXFP4& w, int row, int k) { return kTwiceE2M1[nibble(w.codes, row, k)]; }
 int code(const PanelQ4_1& w, int row, int k) { return nibble(w.codes, row, k); }
 int code(const PanelQ5_0& w, int row, int k) {
   return (nibble(w.codes, row, k) | fifth_bit(w.high, row, k)) - 16;
@@ -178,13 +182,18 @@ int code(const PanelQ5_1& w, int row, int k) {
   return (nibble(w.codes, row, k) | fifth_bit(w.high, row, k)) - 16;
 }
 
+template <class Panel>
+float scale_of(const Panel& w, int row) {
+  return std::same_as<Panel, PanelMXFP4> ? bf16_to_float(w.d[row]) : half_to_float(w.d[row]);
+}
+
 template <class Panel, int T>
 float dot(const Panel* w, const BlockA8<T>* x, int64_t blocks, int row, int token) {
   float result = 0.0F;
   for (int64_t b = 0; b < blocks; ++b) {
     int sum = 0;
     for (int k = 0; k < kBlock; ++k) sum += code(w[b], row, k) * x[b].codes[k / 4][token][k % 4];
-    const float d = half_to_float(w[b].d[row]);
+    const float d = scale_of(w[b], row);
     result = std::fma(static_cast<float>(sum), d * x[b].scale[token], result);
     if constexpr (requires { w->m; }) {
       float m = half_to_float(w[b].m[row]);
@@ -195,15 +204,15 @@ float dot(const Panel* w, const BlockA8<T>* x, int64_t blocks, int row, int toke
   return result;
 }
 
-template <int T>
-float dot(const PanelQ8_0* w, const BlockA16<T>* x, int64_t blocks, int row, int token) {
+template <class Panel, int T>
+float dot(const Panel* w, const BlockA16<T>* x, int64_t blocks, int row, int token) {
   float result = 0.0F;
   for (int64_t b = 0; b < blocks; ++b) {
     int sum = 0;
     for (int k = 0; k < kBlock; ++k) {
-      sum += w[b].codes[k / 4][row][k % 4] * x[b].codes[k / 4][k % 2][token][k % 4 / 2];
+      sum += code(w[b], row, k) * x[b].codes[k / 4][k % 2][token][k % 4 / 2];
     }
-    const float scale = half_to_float(w[b].d[row]) * x[b].scale[token];
+    const float scale = scale_of(w[b], row) * x[b].scale[token];
     result = std::fma(static_cast<float>(sum), scale, result);
   }
   return result;
@@ -214,16 +223,39 @@ int code(const PanelQ4_K& w, int row, int k) { return nibble(w.codes[k / 32], ro
 int code(const PanelQ5_K& w, int row, int k) {
   return nibble(w.codes[k / 32], row, k % 32) | fifth_bit(w.high[k / 32], row, k % 32);
 }
-int code(const PanelQ6_K& w, int row, int k) {
-  const int high = w.high[k / 32][k % 32 / 16][row][k % 4] >> (2 * (k % 16 / 4)) & 3;
-  return (nibble(w.codes[k / 32], row, k % 32) | high << 4) - 32;
+int two_bits(const TwoBitLines& lines, int row, int k) {
+  return lines[k / 16][row][k % 4] >> (2 * (k % 16 / 4)) & 3;
 }
+int code(const PanelQ6_K& w, int row, int k) {
+  return (nibble(w.codes[k / 32], row, k % 32) | two_bits(w.high[k / 32], row, k % 32) << 4) - 32;
+}
+int code(const PanelQ3_K& w, int row, int k) {
+  return (two_bits(w.codes[k / 32], row, k % 32) | fifth_bit(w.high[k / 32], row, k % 32) >> 2) - 4;
+}
+int code(const PanelQ2_K& w, int row, int k) { return two_bits(w.codes[k / 32], row, k % 32); }
+int code(const PanelIQ4_XS& w, int row, int k) { return kIQ4Values[nibble(w.codes[k / 32], row, k % 32)]; }
 
 int scale_of(const ScalesMins& parts, int row, int part) {
   return (parts.low[part][row] & 15) | (parts.high[part % 4][row] >> (4 * (part / 4)) & 3) << 4;
 }
 int min_of(const ScalesMins& parts, int row, int part) {
   return parts.low[part][row] >> 4 | (parts.high[part % 4][row] >> (4 * (part / 4)) >> 2 & 3) << 4;
+}
+
+// The integer scale and min of column k
+struct ScaleMin {
+  int scale, min;
+};
+template <class Panel>
+ScaleMin scale_min(const Panel& w, int row, int k) {
+  if constexpr (requires { w.parts; }) {
+    return {scale_of(w.parts, row, k / 32), min_of(w.parts, row, k / 32)};
+  } else if constexpr (requires { w.scales_mins; }) {
+    return {w.scales_mins[k / 16][row] & 15, w.scales_mins[k / 16][row] >> 4};
+  } else {
+    constexpr int kColumns = kSuperBlock / static_cast<int>(std::size(Panel{}.scales));
+    return {w.scales[k / kColumns][row], 0};
+  }
 }
 
 template <class Panel, int T>
@@ -233,16 +265,13 @@ float dot(const Panel* w, const BlockA8K<T>* x, int64_t blocks, int row, int tok
     int sum = 0, mins = 0;
     for (int k = 0; k < kSuperBlock; ++k) {
       const int act = x[b].codes[k / 4][token][k % 4];
-      if constexpr (requires { w->parts; }) {
-        sum += scale_of(w[b].parts, row, k / 32) * code(w[b], row, k) * act;
-        mins += min_of(w[b].parts, row, k / 32) * act;
-      } else {
-        sum += w[b].scales[k / 16][row] * code(w[b], row, k) * act;
-      }
+      const ScaleMin part = scale_min(w[b], row, k);
+      sum += part.scale * code(w[b], row, k) * act;
+      mins += part.min * act;
     }
     const float scale = x[b].scale[token];
     result = std::fma(static_cast<float>(sum), half_to_float(w[b].d[row]) * scale, result);
-    if constexpr (requires { w->parts; }) {
+    if constexpr (requires { w->dmin; }) {
       result = std::fma(-static_cast<float>(mins), half_to_float(w[b].dmin[row]) * scale, result);
     }
   }
@@ -313,6 +342,11 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
 #define CAUDAL_GEMM(NAME, ACT, SIZE) \
   case QuantType::k##NAME:           \
     return gemm_packed<Panel##NAME, Block##ACT, SIZE>(w, p0, p1, x, g0, g1, out, ldo);
+#define CAUDAL_GEMM_BYTES(NAME)                             \
+  case QuantType::k##NAME:                                  \
+    return (x.kind == ActKind::kA8                          \
+                ? gemm_packed<Panel##NAME, BlockA8, kBlock> \
+                : gemm_packed<Panel##NAME, BlockA16, kBlock>)(w, p0, p1, x, g0, g1, out, ldo);
     CAUDAL_GEMM(Q4_0, A8, kBlock)
     CAUDAL_GEMM(Q4_1, A8, kBlock)
     CAUDAL_GEMM(Q5_0, A8, kBlock)
@@ -320,11 +354,16 @@ void gemm(const Weight& w, int64_t p0, int64_t p1, const Activations& x, int64_t
     CAUDAL_GEMM(Q4_K, A8K, kSuperBlock)
     CAUDAL_GEMM(Q5_K, A8K, kSuperBlock)
     CAUDAL_GEMM(Q6_K, A8K, kSuperBlock)
+    CAUDAL_GEMM(Q3_K, A8K, kSuperBlock)
+    CAUDAL_GEMM(IQ4_XS, A8K, kSuperBlock)
+    case QuantType::kTQ1_0:
+    case QuantType::kTQ2_0:
+      CAUDAL_GEMM(Q2_K, A8K, kSuperBlock)
+      CAUDAL_GEMM_BYTES(Q8_0)
+      CAUDAL_GEMM_BYTES(IQ4_NL)
+      CAUDAL_GEMM_BYTES(MXFP4)
+#undef CAUDAL_GEMM_BYTES
 #undef CAUDAL_GEMM
-    case QuantType::kQ8_0:
-      return (x.kind == ActKind::kA8
-                  ? gemm_packed<PanelQ8_0, BlockA8, kBlock>
-                  : gemm_packed<PanelQ8_0, BlockA16, kBlock>)(w, p0, p1, x, g0, g1, out, ldo);
     default:
       return;  // no other type is ever packed
   }

@@ -41,6 +41,10 @@ struct SlabK {
   Rows<float> d[kHalves], dmin[kHalves];
 };
 
+struct SlabK16 : SlabK {  // of blocks with 16 mins
+  Rows<float> mins16[kHalves][16];
+};
+
 // Signed bytes of all 16 rows as 32-bit numbers
 [[gnu::always_inline]] inline void store_scales(int8x16_t rows, int scale, SlabK& slab) {
   const int16x8_t halves[kHalves] = {vmovl_s8(vget_low_s8(rows)), vmovl_high_s8(rows)};
@@ -60,7 +64,7 @@ void unpack(const Panel* w, int64_t blocks, Slab& slab) {
         store_codes(line.first, next.first, v % 2, slab.codes[v / 2][eight + i]);
         store_codes(line.second, next.second, v % 2, slab.codes[v / 2][eight + i + 2]);
       }
-      const float32x4_t d = load_halves(w->d + 4 * v);
+      const float32x4_t d = scales_at(*w, v);
       store_rows(d, v % 2, slab.d[v / 2][b]);
       if constexpr (HasMin<Panel>) {
         float32x4_t m = load_halves(w->m + 4 * v);
@@ -71,11 +75,26 @@ void unpack(const Panel* w, int64_t blocks, Slab& slab) {
   }
 }
 
+// Scales and mins of 16 parts
+template <HasScalesMins Panel>
+void unpack_parts(const Panel& w, SlabK16& slab) {
+  for (int part = 0; part < 16; ++part) {
+    const ScaleMin both = scale_min(w, part);
+    store_scales(both.scale, part, slab);
+    const int16x8_t halves[kHalves] = {vmovl_s8(vget_low_s8(both.min)), vmovl_high_s8(both.min)};
+    CAUDAL_UNROLL for (int h = 0; h < kHalves; ++h) {
+      store_rows(vcvtq_f32_s32(vmovl_s16(vget_low_s16(halves[h]))), 0, slab.mins16[h][part]);
+      store_rows(vcvtq_f32_s32(vmovl_high_s16(halves[h])), 1, slab.mins16[h][part]);
+    }
+  }
+}
+
 // Scales and mins of 8 parts
-[[gnu::always_inline]] inline void unpack_parts(const ScalesMins& parts, SlabK& slab) {
+template <HasParts Panel>
+[[gnu::always_inline]] inline void unpack_parts(const Panel& w, SlabK& slab) {
   int8x16_t mins[8];
   CAUDAL_UNROLL for (int part = 0; part < 8; ++part) {
-    const ScaleMin both = scale_min(parts, part);
+    const ScaleMin both = scale_min(w, part);
     store_scales(both.scale, part, slab);
     mins[part] = both.min;
   }
@@ -93,8 +112,8 @@ void unpack(const Panel* w, int64_t blocks, Slab& slab) {
   }
 }
 
-template <class Panel>
-void unpack(const Panel* w, int64_t, SlabK& slab) {
+template <class Panel, std::derived_from<SlabK> SlabType>
+void unpack(const Panel* w, int64_t, SlabType& slab) {
   for (int part = 0; part < 8; ++part) {
     CAUDAL_UNROLL for (int v = 0; v < kPanelRows / 4; ++v) {
       CAUDAL_UNROLL for (int i = 0; i < 2; ++i) {
@@ -106,12 +125,12 @@ void unpack(const Panel* w, int64_t, SlabK& slab) {
   }
   CAUDAL_UNROLL for (int v = 0; v < kPanelRows / 4; ++v) {
     store_rows(load_halves(w->d + 4 * v), v % 2, slab.d[v / 2]);
-    if constexpr (HasParts<Panel>) store_rows(load_halves(w->dmin + 4 * v), v % 2, slab.dmin[v / 2]);
+    if constexpr (HasMins<Panel>) store_rows(load_halves(w->dmin + 4 * v), v % 2, slab.dmin[v / 2]);
   }
-  if constexpr (HasParts<Panel>) {
-    unpack_parts(w->parts, slab);
+  if constexpr (HasMins<Panel>) {
+    unpack_parts(*w, slab);
   } else {
-    for (int i = 0; i < 16; ++i) store_scales(vld1q_s8(w->scales[i]), i, slab);
+    for (int i = 0; i < kParts<Panel>; ++i) store_scales(vld1q_s8(w->scales[i]), i, slab);
   }
 }
 
@@ -142,6 +161,11 @@ template <int T>
 struct HalfSums {
   float32x4_t sums[kVectors][kTokenVectors<T>];
 
+  [[gnu::always_inline]] inline HalfSums() {
+    CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+      CAUDAL_UNROLL for (int u = 0; u < kTokenVectors<T>; ++u) sums[v][u] = vdupq_n_f32(0.0F);
+    }
+  }
   [[gnu::always_inline]] inline explicit HalfSums(const float (*from)[kTokenVectors<T>][4]) {
     CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
       CAUDAL_UNROLL for (int u = 0; u < kTokenVectors<T>; ++u) sums[v][u] = vld1q_f32(from[v][u]);
@@ -187,15 +211,14 @@ void multiply(const Slab& slab, const std::byte* group, int64_t block, int64_t b
 }
 
 // All sums fit into 32 bits, as in gemm_packed_neon.inl.
-template <class Panel, int T>
-void multiply(const SlabK& slab, const std::byte* group, int64_t block, int64_t, std::byte* group_sums) {
-  constexpr int kParts = HasParts<Panel> ? 8 : 16;
+template <class Panel, int T, std::derived_from<SlabK> SlabType>
+void multiply(const SlabType& slab, const std::byte* group, int64_t block, int64_t, std::byte* group_sums) {
   const auto& x = reinterpret_cast<const BlockA8K<T>*>(group)[block];
   auto& sums = *reinterpret_cast<GroupSums<T>*>(group_sums);
   for (int h = 0; h < kHalves; ++h) {
     Dots<T> total;
-    for (int part = 0; part < kParts; ++part) {
-      constexpr int kCount = kEights / kParts;
+    for (int part = 0; part < kParts<Panel>; ++part) {
+      constexpr int kCount = kEights / kParts<Panel>;
       Dots<T> dots;
       dots.template add<kCount>(slab.codes[h] + kCount * part, x.codes + 2 * kCount * part);
       CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -221,6 +244,27 @@ void multiply(const SlabK& slab, const std::byte* group, int64_t block, int64_t,
         CAUDAL_UNROLL for (int u = 0; u < kTokenVectors<T>; ++u) {
           const float32x4_t min = vcvtq_f32_s32(mins.times(slab.mins[h], v, u));
           half.sums[v][u] = vfmsq_f32(half.sums[v][u], min, vmulq_f32(dmin, scale.vectors[u]));
+        }
+      }
+    }
+    if constexpr (HasScalesMins<Panel>) {
+      // Sums of 16 x min x activation are integers below 2^24, and as exact in floats.
+      HalfSums<T> mins;
+      for (int part = 0; part < 16; ++part) {
+        float act[kTokenGroup] = {};  // OfTokens may read that many
+        CAUDAL_UNROLL for (int t = 0; t < T; ++t) act[t] = static_cast<float>(part_sum<Panel>(x, part, t));
+        const OfTokens<T> of_tokens(act);
+        CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+          const float32x4_t min = vld1q_f32(slab.mins16[h][part][v]);
+          CAUDAL_UNROLL for (int u = 0; u < kTokenVectors<T>; ++u) {
+            mins.sums[v][u] = vfmaq_f32(mins.sums[v][u], min, of_tokens.vectors[u]);
+          }
+        }
+      }
+      CAUDAL_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const float32x4_t dmin = vld1q_f32(slab.dmin[h][v]);
+        CAUDAL_UNROLL for (int u = 0; u < kTokenVectors<T>; ++u) {
+          half.sums[v][u] = vfmsq_f32(half.sums[v][u], mins.sums[v][u], vmulq_f32(dmin, scale.vectors[u]));
         }
       }
     }
@@ -306,6 +350,18 @@ void gemm_many(const Weight& w, int64_t p0, int64_t p1, const Activations& x, in
       return gemm_slab<PanelQ5_1, Slab>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ8_0:
       return gemm_slab<PanelQ8_0, Slab>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kIQ4_NL:
+      return gemm_slab<PanelIQ4_NL, Slab>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kMXFP4:
+      return gemm_slab<PanelMXFP4, Slab>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kTQ1_0:
+    case QuantType::kTQ2_0:
+    case QuantType::kQ2_K:
+      return gemm_slab<PanelQ2_K, SlabK16>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kQ3_K:
+      return gemm_slab<PanelQ3_K, SlabK>(w, p0, p1, x, g0, g1, out, ldo, scratch);
+    case QuantType::kIQ4_XS:
+      return gemm_slab<PanelIQ4_XS, SlabK>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ4_K:
       return gemm_slab<PanelQ4_K, SlabK>(w, p0, p1, x, g0, g1, out, ldo, scratch);
     case QuantType::kQ5_K:

@@ -34,9 +34,10 @@ class Memory {
   std::unique_ptr<std::byte, Free> data_;
 };
 
-enum class Content { kRandom, kMax, kMin, kZeroScale, kNegativeScale };
-inline constexpr Content kAllContents[] = {Content::kRandom, Content::kMax, Content::kMin,
-                                           Content::kZeroScale, Content::kNegativeScale};
+enum class Content { kRandom, kMax, kMin, kZeroScale, kNegativeScale, kDenormalScale };
+inline constexpr Content kAllContents[] = {Content::kRandom,        Content::kMax,
+                                           Content::kMin,           Content::kZeroScale,
+                                           Content::kNegativeScale, Content::kDenormalScale};
 
 // Where the half floats of a block are.
 inline std::vector<size_t> scale_offsets(QuantType type) {
@@ -127,6 +128,7 @@ inline Matrix make_matrix(QuantType type, int64_t rows, int64_t cols, Content co
       if (content == Content::kMax) number = 100.0F;
       if (content == Content::kMin) number = -100.0F;
       if (content == Content::kZeroScale) number = 0.0F;
+      if (content == Content::kDenormalScale) number *= type == QuantType::kF16 ? 1e-6F : 1e-38F;
       const uint16_t half = float_to_half(number);
       uint32_t bits = 0;
       std::memcpy(&bits, &number, 4);
@@ -154,12 +156,14 @@ inline Matrix make_matrix(QuantType type, int64_t rows, int64_t cols, Content co
       float number = scale(random);
       if (content == Content::kZeroScale) number = 0.0F;
       if (content == Content::kNegativeScale) number = -number;
+      if (content == Content::kDenormalScale) number *= 1e-4F;
       const uint16_t half = float_to_half(number);
       std::memcpy(block + offset, &half, 2);
       m.largest = std::max(m.largest, std::abs(number));
     }
     if (type == QuantType::kMXFP4) {
-      block[0] = static_cast<std::byte>(content == Content::kZeroScale ? 0U : 118U + random() % 8);
+      const bool tiny = content == Content::kZeroScale || content == Content::kDenormalScale;
+      block[0] = static_cast<std::byte>(tiny ? random() % 2 : 118U + random() % 8);
     }
     if (type == QuantType::kIQ1_M) {  // four bits of d in each 16-bit scale
       const float number = content == Content::kZeroScale ? 0.0F : scale(random);

@@ -397,6 +397,46 @@ TEST_CASE("numbers that are not finite spoil their own token and no other") {
   }
 }
 
+TEST_CASE("a scale that is not finite spoils its own row and no other") {
+  const int64_t rows = 20, cols = 512, tokens = 6;
+  const size_t bad_row = 13;
+  for (const Kernels& kernels : available_kernels()) {
+    const Gemm gemm(kernels);
+    for (const QuantType type : kAllTypes) {
+      for (const size_t offset : scale_offsets(type)) {
+        for (const uint16_t bad : {0x7C00, 0xFC00, 0x7E00, 0xFE00}) {  // infinity, NaN
+          const Matrix good = make_matrix(type, rows, cols, Content::kRandom, 3);
+          Matrix broken = good;
+          std::memcpy(broken.file.data() + bad_row * broken.row_bytes + offset, &bad, sizeof(bad));
+          const std::vector<float> x = make_rows(tokens, cols, 4);
+          for (const bool packed : {false, true}) {
+            if (packed && !has_packed_layout(type)) continue;
+            CAPTURE(std::string(kernels.name));
+            CAPTURE(std::string(type_info(type)->name));
+            CAPTURE(packed);
+            CAPTURE(bad);
+            if (packed) {
+              pack_panels(type, broken.file.data(), rows, cols, 0, good.weight(true).panels(),
+                          broken.packed.data());
+            }
+            const Input in = prepare(kernels, act_kind(good.weight(packed), kernels), x.data(), tokens, cols);
+            const Output expected = gemm(good.weight(packed), in.act);
+            const Output out = gemm(broken.weight(packed), in.act);
+            for (int64_t t = 0; t < tokens; ++t) {
+              for (size_t r = 0; r < rows; ++r) {
+                if (r == bad_row)
+                  CHECK(!std::isfinite(out.row(t)[r]));
+                else
+                  CHECK(out.row(t)[r] == expected.row(t)[r]);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("decode_row of every instruction set equals the plain decoder") {
   for (const Kernels& kernels : available_kernels()) {
     for (const QuantType type : kAllTypes) {

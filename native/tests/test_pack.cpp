@@ -5,8 +5,10 @@
 namespace caudal::test {
 namespace {
 
-constexpr QuantType kPackedTypes[] = {QuantType::kQ4_0, QuantType::kQ4_1, QuantType::kQ5_0, QuantType::kQ5_1,
-                                      QuantType::kQ8_0, QuantType::kQ4_K, QuantType::kQ5_K, QuantType::kQ6_K};
+constexpr QuantType kPackedTypes[] = {
+    QuantType::kQ4_0,   QuantType::kQ4_1,  QuantType::kQ5_0,   QuantType::kQ5_1,  QuantType::kQ8_0,
+    QuantType::kIQ4_NL, QuantType::kMXFP4, QuantType::kQ2_K,   QuantType::kQ3_K,  QuantType::kQ4_K,
+    QuantType::kQ5_K,   QuantType::kQ6_K,  QuantType::kIQ4_XS, QuantType::kTQ1_0, QuantType::kTQ2_0};
 
 int nibble(const NibbleLines& lines, int64_t r, int64_t k) {
   const int pair = lines[k % 16 / 4][r][k % 4];
@@ -30,6 +32,30 @@ float value(const PanelQ5_1& b, int64_t r, int64_t k) {
 float value(const PanelQ8_0& b, int64_t r, int64_t k) {
   return half_to_float(b.d[r]) * static_cast<float>(b.codes[k / 4][r][k % 4]);
 }
+float value(const PanelIQ4_NL& b, int64_t r, int64_t k) {
+  return half_to_float(b.d[r]) * static_cast<float>(kIQ4Values[nibble(b.codes, r, k)]);
+}
+float value(const PanelMXFP4& b, int64_t r, int64_t k) {
+  return bf16_to_float(b.d[r]) * static_cast<float>(kTwiceE2M1[nibble(b.codes, r, k)]);
+}
+int two_bits(const TwoBitLines& lines, int64_t r, int64_t k) {
+  return lines[k / 16][r][k % 4] >> (2 * (k % 16 / 4)) & 3;
+}
+float value(const PanelQ2_K& b, int64_t r, int64_t k) {
+  const int both = b.scales_mins[k / 16][r];
+  const float scale = half_to_float(b.d[r]) * static_cast<float>(both & 15);
+  const float min = half_to_float(b.dmin[r]) * static_cast<float>(both >> 4);
+  return scale * static_cast<float>(two_bits(b.codes[k / 32], r, k % 32)) - min;
+}
+float value(const PanelQ3_K& b, int64_t r, int64_t k) {
+  const float scale = half_to_float(b.d[r]) * static_cast<float>(b.scales[k / 16][r]);
+  const int code = two_bits(b.codes[k / 32], r, k % 32) + fifth(b.high[k / 32], r, k % 32) / 4;
+  return scale * static_cast<float>(code - 4);
+}
+float value(const PanelIQ4_XS& b, int64_t r, int64_t k) {
+  const float scale = half_to_float(b.d[r]) * static_cast<float>(b.scales[k / 32][r]);
+  return scale * static_cast<float>(kIQ4Values[nibble(b.codes[k / 32], r, k % 32)]);
+}
 template <class Panel>
 float with_min(const Panel& b, int64_t r, int64_t part, int code) {
   const int low = b.parts.low[part][r], high = b.parts.high[part % 4][r] >> (part < 4 ? 0 : 4);
@@ -44,7 +70,7 @@ float value(const PanelQ5_K& b, int64_t r, int64_t k) {
   return with_min(b, r, k / 32, nibble(b.codes[k / 32], r, k % 32) + fifth(b.high[k / 32], r, k % 32));
 }
 float value(const PanelQ6_K& b, int64_t r, int64_t k) {
-  const int high = b.high[k / 32][k % 32 / 16][r][k % 4] >> (2 * (k % 16 / 4)) & 3;
+  const int high = two_bits(b.high[k / 32], r, k % 32);
   const float scale = half_to_float(b.d[r]) * static_cast<float>(b.scales[k / 16][r]);
   return scale * static_cast<float>(nibble(b.codes[k / 32], r, k % 32) + 16 * high - 32);
 }
@@ -66,6 +92,18 @@ float at(const Matrix& m, const std::vector<std::byte>& packed, int64_t row, int
       return in(reinterpret_cast<const PanelQ5_1*>(panel));
     case QuantType::kQ8_0:
       return in(reinterpret_cast<const PanelQ8_0*>(panel));
+    case QuantType::kIQ4_NL:
+      return in(reinterpret_cast<const PanelIQ4_NL*>(panel));
+    case QuantType::kMXFP4:
+      return in(reinterpret_cast<const PanelMXFP4*>(panel));
+    case QuantType::kQ2_K:
+    case QuantType::kTQ1_0:
+    case QuantType::kTQ2_0:
+      return in(reinterpret_cast<const PanelQ2_K*>(panel));
+    case QuantType::kQ3_K:
+      return in(reinterpret_cast<const PanelQ3_K*>(panel));
+    case QuantType::kIQ4_XS:
+      return in(reinterpret_cast<const PanelIQ4_XS*>(panel));
     case QuantType::kQ4_K:
       return in(reinterpret_cast<const PanelQ4_K*>(panel));
     case QuantType::kQ5_K:
@@ -121,10 +159,13 @@ TEST_CASE("the kind of activations follows from type and layout") {
   for (const QuantType type : {QuantType::kQ4_0, QuantType::kQ4_1, QuantType::kQ5_0, QuantType::kQ5_1}) {
     CHECK(act_kind({.type = type, .packed = true}, reference_kernels()) == ActKind::kA8);
   }
-  for (const QuantType type : {QuantType::kQ4_K, QuantType::kQ5_K, QuantType::kQ6_K}) {
+  for (const QuantType type : {QuantType::kQ2_K, QuantType::kQ3_K, QuantType::kQ4_K, QuantType::kQ5_K,
+                               QuantType::kQ6_K, QuantType::kIQ4_XS, QuantType::kTQ1_0, QuantType::kTQ2_0}) {
     CHECK(act_kind({.type = type, .packed = true}, reference_kernels()) == ActKind::kA8K);
   }
-  CHECK(act_kind({.type = QuantType::kQ8_0, .packed = true}, reference_kernels()) == ActKind::kA16);
+  for (const QuantType type : {QuantType::kQ8_0, QuantType::kIQ4_NL, QuantType::kMXFP4}) {
+    CHECK(act_kind({.type = type, .packed = true}, reference_kernels()) == ActKind::kA16);
+  }
   for (const QuantType type : kAllTypes) {
     CHECK(act_kind({.type = type, .packed = false}, reference_kernels()) == ActKind::kF32);
     CHECK(has_packed_layout(type) == (packed_panel_bytes(type, 256) != 0));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,6 +155,16 @@ def test_a_layer_is_five_phases(smollm2: Path) -> None:
     assert executor.num_phases == 1 + 30 * 5 + 2 + 1
 
 
+def test_an_interrupt_waits_for_the_end_of_the_step(smol: NativeExecutor) -> None:
+    """No thread is left behind in the middle of a step, and the cache is as if nothing had happened."""
+    ids = tokens(200, 49152, seed=21)
+    expected = run_chunks(smol, ids, list(range(7)), 200).copy()
+    threading.Timer(0.03, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_chunks(smol, ids * 20, list(range(125)), 200)
+    assert np.array_equal(run_chunks(smol, ids, list(range(7)), 200), expected)
+
+
 def test_progress_is_reported(smollm2: Path) -> None:
     seen: list[tuple[int, int]] = []
     NativeExecutor(open_checkpoint(smollm2), CONFIG, progress=lambda done, total: seen.append((done, total))).close()
@@ -291,6 +303,21 @@ def test_every_quantized_type_decodes_to_the_golden_numbers(t: QuantType, isa: s
     got = np.empty((1, values.size), np.float32)
     _native.decode_rows(t.ggml_id, 1, values.size, raw, isa, got)
     assert got.reshape(-1).view(np.uint32).tolist() == values.view(np.uint32).tolist()
+
+
+@pytest.mark.parametrize("t", [t for t in all_types() if _native.has_type(t.ggml_id)], ids=lambda t: t.name)
+def test_any_bytes_decode_as_in_python(t: QuantType) -> None:
+    """Also scales that no sound file has: negative, denormal, infinite, NaN, and every exponent of MXFP4."""
+    cols, rows = max(t.block_size, 256), 256
+    raw = np.random.default_rng(t.ggml_id).integers(0, 256, t.num_bytes(cols) * rows, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        want = t.dequantize(raw).reshape(rows, cols)
+    nan = np.isnan(want)
+    for isa in _native.instruction_sets():
+        got = np.empty((rows, cols), np.float32)
+        _native.decode_rows(t.ggml_id, rows, cols, raw, isa, got)
+        assert np.array_equal(np.isnan(got), nan), isa
+        assert np.array_equal(got.view(np.uint32)[~nan], want.view(np.uint32)[~nan]), isa
 
 
 def test_types_without_kernels_are_refused_by_name() -> None:

@@ -98,6 +98,25 @@ def test_refused(fault: str):
         config(**{name.replace(".", "__"): value for name, value in changes.items()})
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "logit_scale",
+        "residual_scale",
+        "embedding_scale",
+        "attention.scale",
+        "attention.clamp_kqv",
+        "attention.max_alibi_bias",
+        "attention.temperature_scale",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ],
+)
+def test_numbers_that_change_the_results_are_never_overlooked(key: str):
+    with pytest.raises(UnsupportedModelError, match=rf"llama\.{key} is 0.25"):
+        config(**{key.replace(".", "__"): 0.25})
+
+
 KEYS = [
     *(name.removeprefix("llama.") for name in metadata() if name.startswith("llama.")),
     "rope.dimension_count",
