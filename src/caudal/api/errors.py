@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -49,8 +49,22 @@ class ApiError(CaudalError):
         """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
         return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+
+ErrorBody = Callable[[ApiError], Mapping[str, Any]]
+
+
+class ErrorShapes:
+    """Which routes answer with which body for an error. OpenAI's is for all that no dialect claims."""
+
+    def __init__(self, by_prefix: Mapping[str, ErrorBody]) -> None:
+        """by_prefix: of paths; the longest one that fits counts."""
+        self._bodies = sorted(by_prefix.items(), key=lambda item: len(item[0]), reverse=True)
+
+    def response(self, error: CaudalError, path: str) -> JSONResponse:
+        """The answer to a request of `path` that fails with `error`."""
+        api_error = to_api_error(error)
+        body: ErrorBody = next((body for prefix, body in self._bodies if path.startswith(prefix)), ApiError.body)
+        return JSONResponse(body(api_error), api_error.status, api_error.headers)
 
 
 def to_api_error(error: CaudalError) -> ApiError:

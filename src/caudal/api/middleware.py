@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from caudal.api.errors import ApiError
+from caudal.api.errors import ApiError, ErrorShapes
 
 _log = logging.getLogger(__name__)
 
@@ -49,12 +49,14 @@ class Gate:
         hosts: frozenset[str] | None,
         origins: Iterable[str],
         max_request_bytes: int,
+        errors: ErrorShapes,
     ) -> None:
         self._app = app
         self._key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
         self._hosts = hosts
         self._origins = frozenset(origins)
         self._max_request_bytes = max_request_bytes
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,14 +90,14 @@ class Gate:
             self._check(scope, headers)
             await self._app(scope, bounded_receive, send_with_id)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            await self._errors.response(error, scope["path"])(scope, receive, send_with_id)
         except Exception:
             if started:
                 raise  # uvicorn logs it and closes the connection, by which the client sees that something is missing
             _log.exception("request %s failed", request_id.decode())
             # the details go to the log only: they may hold what other people asked
             error = ApiError(500, "Internal error. The server's log says more.", type="server_error")
-            await error.response()(scope, receive, send_with_id)
+            await self._errors.response(error, scope["path"])(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:

@@ -13,10 +13,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 import caudal.api
 from caudal import __version__
-from caudal.api.errors import ApiError, ListenError, to_api_error
+from caudal.api.errors import ApiError, ErrorBody, ErrorShapes, ListenError
 from caudal.api.http import ClientGoneError
 from caudal.api.middleware import LOOPBACK_NAMES, Gate
 from caudal.api.protocol import BoundedHeadProtocol
@@ -38,16 +38,17 @@ ABORT_SECONDS = 3  # after the drain timeout, for aborted requests to send their
 CLIENT_GONE = 499  # nobody reads it; the number is nginx's
 
 
-def dialects() -> Iterator[Callable[[Service], APIRouter]]:
-    """The `router` function of every module in this package that has one."""
+def dialects() -> Iterator[ModuleType]:
+    """Every module in this package that has a function `router`: its routes for a `Service`. A dialect whose errors
+    have a shape of their own has `ERROR_BODIES`, too: their bodies by the prefix of a path."""
     for info in pkgutil.iter_modules(caudal.api.__path__, "caudal.api."):
-        router = getattr(importlib.import_module(info.name), "router", None)
-        if router is not None:
-            yield router
+        module = importlib.import_module(info.name)
+        if hasattr(module, "router"):
+            yield module
 
 
 def create_app(service: Service, config: ServerConfig) -> FastAPI:
-    """The application: all dialects behind one gate, every error in OpenAI's shape.
+    """The application: all dialects behind one gate, every error in its dialect's shape.
 
     It serves what `service` has; before `Service.set_model` and after `Service.stop` routes answer 503.
     """
@@ -58,38 +59,41 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in dialects():
-        app.include_router(router(service))
+    bodies: dict[str, ErrorBody] = {}
+    for dialect in dialects():
+        app.include_router(dialect.router(service))
+        bodies |= getattr(dialect, "ERROR_BODIES", {})
+    errors = ErrorShapes(bodies)
     app.add_middleware(
         Gate,
         api_key=config.api_key,
         hosts=LOOPBACK_NAMES | {config.host.strip("[]").lower()} if is_loopback(config.host) else None,
         origins=config.allowed_origins,
         max_request_bytes=config.max_request_bytes,
+        errors=errors,
     )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_exception_handler(CaudalError, _on_caudal_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+
+    async def on_caudal_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, CaudalError)
+        return errors.response(error, request.scope["path"])
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        """What the router finds: no such path, or not with this method."""
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        messages = {404: f"Unknown route: {request.method} {path}", 405: f"{path} does not take {request.method}"}
+        message = messages.get(error.status_code, str(error.detail))
+        return errors.response(ApiError(error.status_code, message, headers=error.headers), path)
+
+    app.add_exception_handler(CaudalError, on_caudal_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     return app
-
-
-async def _on_caudal_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, CaudalError)
-    return to_api_error(error).response()
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """What the router finds: no such path, or not with this method."""
-    assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    messages = {404: f"Unknown route: {request.method} {path}", 405: f"{path} does not take {request.method}"}
-    message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=error.headers).response()
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
