@@ -370,6 +370,9 @@ def test_api_key() -> None:
                 {"authorization": "Basic sesame"},
                 {"authorization": "sesame"},
                 {"authorization": b"Bearer \xff\xfe"},
+                {"x-api-key": ""},
+                {"x-api-key": "Bearer sesame"},
+                {"x-api-key": "wrong", "authorization": "Bearer wrong"},
             ):
                 reply = server.http.get(path, headers=httpx.Headers(headers))
                 assert error_of(reply, 401)["code"] == "invalid_api_key"
@@ -384,6 +387,8 @@ def test_api_key() -> None:
         assert server.http.get("/ping").status_code == 200
         for scheme in ("Bearer", "bearer"):
             assert server.http.get("/version", headers={"authorization": f"{scheme} sesame"}).status_code == 200
+        for headers in ({"x-api-key": "sesame"}, {"x-api-key": "other", "authorization": "Bearer sesame"}):
+            assert server.http.get("/version", headers=headers).status_code == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.models.list().data
         with (
@@ -457,7 +462,8 @@ def test_request_ids(server: LiveServer) -> None:
     first, second = (server.http.get("/health").headers["x-request-id"] for _ in range(2))
     assert first != second
     assert server.http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    assert server.http.get("/nope", headers={"x-request-id": "mine-2"}).headers["x-request-id"] == "mine-2"
+    for name in ("x-request-id", "request-id"):
+        assert server.http.get("/nope", headers={"x-request-id": "mine-2"}).headers[name] == "mine-2"
     assert len(server.http.get("/health", headers={"x-request-id": "x" * 200}).headers["x-request-id"]) == 32
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from caudal.core import (
     CaudalError,
@@ -44,6 +45,7 @@ class ApiError(CaudalError):
         self.param = param
         self.code = code
         self.headers = headers
+        self.request_id: str | None = None  # of the call that failed; known when it is answered
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
@@ -54,17 +56,33 @@ ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 
 
 class ErrorShapes:
-    """Which routes answer with which body for an error. OpenAI's is for all that no dialect claims."""
+    """Which calls are answered with which body for an error. OpenAI's is for all that no dialect claims."""
 
-    def __init__(self, by_prefix: Mapping[str, ErrorBody]) -> None:
-        """by_prefix: of paths; the longest one that fits counts."""
-        self._bodies = sorted(by_prefix.items(), key=lambda item: len(item[0]), reverse=True)
+    def __init__(self, by_prefix: Mapping[str, ErrorBody], by_header: Mapping[str, ErrorBody]) -> None:
+        """by_prefix: of paths; the longest one that fits counts. by_header: by the name of a header, in lower case,
+        that only clients of one dialect send; for paths that no dialect claims."""
+        self._by_prefix = sorted(by_prefix.items(), key=lambda item: len(item[0]), reverse=True)
+        self._by_header = {name.encode(): body for name, body in by_header.items()}
 
-    def response(self, error: CaudalError, path: str) -> JSONResponse:
-        """The answer to a request of `path` that fails with `error`."""
+    def response(self, error: CaudalError, scope: Scope) -> JSONResponse:
+        """The answer to the call of `scope`, which fails with `error`."""
         api_error = to_api_error(error)
-        body: ErrorBody = next((body for prefix, body in self._bodies if path.startswith(prefix)), ApiError.body)
-        return JSONResponse(body(api_error), api_error.status, api_error.headers)
+        api_error.request_id = request_id(scope)
+        return JSONResponse(self._body(scope)(api_error), api_error.status, api_error.headers)
+
+    def _body(self, scope: Scope) -> ErrorBody:
+        for prefix, body in self._by_prefix:
+            if scope["path"].startswith(prefix):
+                return body
+        for name, _ in scope["headers"]:
+            if name in self._by_header:
+                return self._by_header[name]
+        return ApiError.body
+
+
+def request_id(scope: Scope) -> str:
+    """The id of a call: its client's own, or the gate's."""
+    return scope["state"]["request_id"]
 
 
 def to_api_error(error: CaudalError) -> ApiError:

@@ -34,7 +34,7 @@ class BodyTooLargeError(ApiError):
 class Gate:
     """Pure ASGI middleware: request ids, Host and Origin, API key, body size; and the last resort for errors.
 
-    `api_key`: the key that clients must send as `Authorization: Bearer KEY`; None: no key.
+    `api_key`: the key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; None: no key.
     `hosts`: names by which the server may be addressed; None: any. A web page of somebody else can reach a
     server on loopback through a name that it makes point to 127.0.0.1 (DNS rebinding), or just by its address
     (cross-site request); its browser then sends that name in Host, or the page's own in Origin.
@@ -66,6 +66,7 @@ class Gate:
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
         limit = self._max_request_bytes
         received = 0
         started = False
@@ -83,33 +84,35 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                ids = [(b"x-request-id", request_id), (b"request-id", request_id)]  # OpenAI's name and Anthropic's
+                message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 
         try:
             self._check(scope, headers)
             await self._app(scope, bounded_receive, send_with_id)
         except ApiError as error:
-            await self._errors.response(error, scope["path"])(scope, receive, send_with_id)
+            await self._errors.response(error, scope)(scope, receive, send_with_id)
         except Exception:
             if started:
                 raise  # uvicorn logs it and closes the connection, by which the client sees that something is missing
             _log.exception("request %s failed", request_id.decode())
             # the details go to the log only: they may hold what other people asked
             error = ApiError(500, "Internal error. The server's log says more.", type="server_error")
-            await self._errors.response(error, scope["path"])(scope, receive, send_with_id)
+            await self._errors.response(error, scope)(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:
             self._check_source(headers, self._hosts)
         if self._key_digest is not None and scope["path"] not in OPEN_PATHS:
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            digest = hashlib.sha256(key.strip()).digest()
+            keys = _sent_keys(headers)
             # digests are compared, so that the time tells nothing about the key, not even its length
-            if not (hmac.compare_digest(digest, self._key_digest) and scheme.lower() == b"bearer"):
+            if not any(hmac.compare_digest(hashlib.sha256(key).digest(), self._key_digest) for key in keys):
                 raise ApiError(
                     401,
-                    "Incorrect API key provided." if key else "No API key provided: send `Authorization: Bearer KEY`.",
+                    "Incorrect API key provided."
+                    if keys
+                    else "No API key provided: send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -134,6 +137,13 @@ class Gate:
                 type="permission_error",
                 code="origin_not_allowed",
             )
+
+
+def _sent_keys(headers: dict[bytes, bytes]) -> list[bytes]:
+    """The keys in OpenAI's header and in Anthropic's; programs with a key for each server may send both."""
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    keys = [bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
+    return [key for key in keys if key]
 
 
 def host_name(url: str) -> str | None:

@@ -40,7 +40,8 @@ CLIENT_GONE = 499  # nobody reads it; the number is nginx's
 
 def dialects() -> Iterator[ModuleType]:
     """Every module in this package that has a function `router`: its routes for a `Service`. A dialect whose errors
-    have a shape of their own has `ERROR_BODIES`, too: their bodies by the prefix of a path."""
+    have a shape of their own has `ERROR_BODIES`, too: their bodies by the prefix of a path; and `ERROR_HEADERS`, where
+    a header tells its clients on routes that others have as well."""
     for info in pkgutil.iter_modules(caudal.api.__path__, "caudal.api."):
         module = importlib.import_module(info.name)
         if hasattr(module, "router"):
@@ -59,11 +60,13 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    bodies: dict[str, ErrorBody] = {}
+    by_prefix: dict[str, ErrorBody] = {}
+    by_header: dict[str, ErrorBody] = {}
     for dialect in dialects():
         app.include_router(dialect.router(service))
-        bodies |= getattr(dialect, "ERROR_BODIES", {})
-    errors = ErrorShapes(bodies)
+        by_prefix |= getattr(dialect, "ERROR_BODIES", {})
+        by_header |= getattr(dialect, "ERROR_HEADERS", {})
+    errors = ErrorShapes(by_prefix, by_header)
     app.add_middleware(
         Gate,
         api_key=config.api_key,
@@ -79,7 +82,7 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
 
     async def on_caudal_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, CaudalError)
-        return errors.response(error, request.scope["path"])
+        return errors.response(error, request.scope)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         """What the router finds: no such path, or not with this method."""
@@ -87,7 +90,7 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
         path = request.scope["path"]
         messages = {404: f"Unknown route: {request.method} {path}", 405: f"{path} does not take {request.method}"}
         message = messages.get(error.status_code, str(error.detail))
-        return errors.response(ApiError(error.status_code, message, headers=error.headers), path)
+        return errors.response(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
     app.add_exception_handler(CaudalError, on_caudal_error)
     app.add_exception_handler(HTTPException, on_http_error)
