@@ -19,16 +19,15 @@ from starlette.responses import JSONResponse, Response
 
 from caudal import __version__
 from caudal.api.errors import to_api_error
-from caudal.api.http import EventStream, parse_body, read_json, until_disconnect
+from caudal.api.http import EventStream, compact, documented, parse_body, read_json, until_disconnect
 from caudal.api.openai_requests import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     check_length,
+    encode_chat,
     refuse_unsupported,
-    render_chat,
     tokenize,
-    tokenize_chat,
 )
 from caudal.api.service import ServedModel, Service, Tokenizer
 from caudal.core import CaudalError, FinishReason, Logprob, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -51,7 +50,7 @@ def router(service: Service) -> APIRouter:
     async def get_model(name: str) -> Response:
         return JSONResponse(_model_card(service.find(name)))
 
-    @routes.post("/v1/completions", openapi_extra=_documented(CompletionBody))
+    @routes.post("/v1/completions", openapi_extra=documented(CompletionBody))
     async def completions(http_request: HTTPRequest) -> Response:
         raw = await read_json(http_request)
         refuse_unsupported(raw)
@@ -60,7 +59,7 @@ def router(service: Service) -> APIRouter:
         reply = await _completion_reply(service.find(body.model), body)
         return await _respond(http_request, reply)
 
-    @routes.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
+    @routes.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
     async def chat_completions(http_request: HTTPRequest) -> Response:
         raw = await read_json(http_request)
         refuse_unsupported(raw)
@@ -71,12 +70,6 @@ def router(service: Service) -> APIRouter:
 
     _ = list_models, get_model, completions, chat_completions
     return routes
-
-
-def _documented(body: type[GenerationBody]) -> dict[str, Any]:
-    """The part of the OpenAPI page that FastAPI cannot see, as bodies are read by hand."""
-    schema = body.model_json_schema(ref_template="#/$defs/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _model_card(model: ServedModel) -> dict[str, Any]:
@@ -124,9 +117,7 @@ async def _completion_reply(model: ServedModel, body: CompletionBody) -> Complet
 
 
 async def _chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
-    text = await render_chat(model, body)
-    check_length(model, text)
-    ids = await tokenize_chat(model, text, add_special=body.add_special_tokens)
+    ids = await encode_chat(model, body)
     call_id = f"chatcmpl-{uuid.uuid4().hex}"
     params = body.sampling(max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     reply = ChatReply(model, call_id, body, [_request(call_id, ids, body, params)])
@@ -282,7 +273,7 @@ class Reply:
         self._has_logprobs = requests[0].params.logprobs is not None
         # Plain deltas, that is nearly all events of nearly all streams, are put together from text.
         self._is_plain = not (body.return_token_ids or self._continuous_usage or self._has_logprobs)
-        self._event_start = f'data: {_compact(self._envelope(self.chunk_object))[:-1]},"choices":['
+        self._event_start = f'data: {compact(self._envelope(self.chunk_object))[:-1]},"choices":['
         self._plain_end = '],"usage":null}\n\n' if self._include_usage else "]}\n\n"
 
     # The two shapes
@@ -325,7 +316,6 @@ class Reply:
                     output = _without_tokens(given) if self.discard else given
                     index = self._count(position, output)
                     if started[index] and self._is_plain and output.finish_reason is None:
-                        # JSON in ASCII: some clients split lines at U+2028 and U+0085, too
                         text = output.text
                         if text:
                             yield f"{self._event_start}{self._plain(index, text)}{self._plain_end}".encode("ascii")
@@ -341,11 +331,11 @@ class Reply:
         except CaudalError as error:
             if not any(started):  # the status has not been sent
                 raise
-            yield f"data: {_compact(to_api_error(error).body())}\n\n".encode("ascii")
+            yield f"data: {compact(to_api_error(error).body())}\n\n".encode("ascii")
         else:
             if self._include_usage:
                 last: dict[str, Any] = {**self._envelope(self.chunk_object), "choices": [], "usage": self._usage()}
-                yield f"data: {_compact(last)}\n\n".encode("ascii")
+                yield f"data: {compact(last)}\n\n".encode("ascii")
         yield DONE
 
     async def whole(self) -> dict[str, Any]:
@@ -394,12 +384,8 @@ class Reply:
             members["usage"] = self._usage()
         elif self._include_usage:
             members["usage"] = None
-        tail = f",{_compact(members)[1:]}" if members else "}"
-        return f"{self._event_start}{_compact(choice)}]{tail}\n\n".encode("ascii")
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+        tail = f",{compact(members)[1:]}" if members else "}"
+        return f"{self._event_start}{compact(choice)}]{tail}\n\n".encode("ascii")
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:

@@ -312,6 +312,16 @@ async def render_chat(model: ServedModel, body: ChatBody) -> str:
     return render() if is_small else await asyncio.to_thread(render)
 
 
+async def encode_chat(model: ServedModel, body: ChatBody) -> list[int]:
+    """The prompt of a conversation as token ids.
+
+    Raises as `render_chat` and `tokenize_chat` do, and `RequestTooLongError` for what cannot fit into the context.
+    """
+    text = await render_chat(model, body)
+    check_length(model, text)
+    return await tokenize_chat(model, text, add_special=body.add_special_tokens)
+
+
 def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with the roles that templates know. Raises a 400 `ApiError` for what is no message.
 
