@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fake import running
 
+from caudal.api.anthropic_requests import MessagesBody
 from caudal.api.openai_requests import ChatBody, CompletionBody
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
@@ -41,7 +42,7 @@ def test_examples_run() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    fields = (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()) - {
+    fields = (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | MessagesBody.model_fields.keys()) - {
         "response_format",
         "best_of",
         "model",

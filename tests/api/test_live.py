@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -125,6 +126,31 @@ def test_chat(server: Server) -> None:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert whole.choices[0].message.content == text
     assert text
+    assert "<|im_" not in text
+
+
+def test_anthropic_messages(server: Server) -> None:
+    """A call, its stream and its token count agree, with each other and with OpenAI's route."""
+    messages: Any = [{"role": "user", "content": "Say hello."}]
+    greedy = {"temperature": 0}
+    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
+        call: Any = {"model": server.model, "messages": messages, "max_tokens": 24, "extra_body": greedy}
+        whole = client.messages.create(**call)
+        with client.messages.stream(**call) as stream:
+            text = "".join(stream.text_stream)
+            streamed = stream.get_final_message()
+        count = client.messages.count_tokens(model=server.model, messages=messages).input_tokens
+        assert [card.id for card in client.models.list()] == [server.model]
+        hello: Any = [*messages, {"role": "assistant", "content": text[:5]}]
+        prefilled = client.messages.create(**call | {"messages": hello})
+    body = {"messages": messages, "max_tokens": 24, **greedy}
+    reference = server.http.post("/v1/chat/completions", json=body).json()
+    assert whole.content[0].text == text == reference["choices"][0]["message"]["content"]
+    assert (streamed.content[0].text, streamed.stop_reason) == (text, whole.stop_reason)
+    for message in (whole, streamed):
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == count
+    assert count == reference["usage"]["prompt_tokens"]
+    assert text[5:].startswith(prefilled.content[0].text[:5])
     assert "<|im_" not in text
 
 
