@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from caudal.api.errors import ApiError
+from caudal.api.content import AssistantTurn, Block, joined, read_blocks
+from caudal.api.errors import invalid, unsupported
 from caudal.api.http import Body
 from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, Int64
 from caudal.core import SamplingParams
-
-_T = TypeVar("_T")
 
 # Fields that change what is generated and that are not served. Ignoring them would give wrong answers silently.
 _REFUSED = ("container", "mcp_servers", "output_format")
 # A block of the system prompt in which Claude Code counts its calls. No model needs it, and since it changes with
 # every call, no prefix of the prompt would be found in the cache.
 _BILLING_HEADER = "x-anthropic-billing-header:"
-_KINDS: dict[type, str] = {str: "text", dict: "an object"}
 
 
 class ToolChoice(Body):
@@ -77,7 +75,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """Raises a 400 `ApiError` when a body asks for something that Caudal would have to ignore."""
     for name in _REFUSED:
         if body.get(name):
-            raise _unsupported(name, f"'{name}'")
+            raise unsupported(name, f"'{name}'")
 
 
 async def chat_body(body: PromptBody) -> ChatBody:
@@ -95,12 +93,12 @@ async def chat_body(body: PromptBody) -> ChatBody:
 
 def _chat_body(body: PromptBody) -> ChatBody:
     if body.output_config is not None and body.output_config.format is not None:
-        raise _unsupported("output_config.format", "'output_config.format'")
+        raise unsupported("output_config.format", "'output_config.format'")
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
-        raise _unsupported("tool_choice", f"The tool choice '{choice.type}', which forces a tool to be used,")
+        raise unsupported("tool_choice", f"The tool choice '{choice.type}', which forces a tool to be used,")
     if choice is not None and choice.disable_parallel_tool_use:
-        raise _unsupported("tool_choice.disable_parallel_tool_use", "'disable_parallel_tool_use'")
+        raise unsupported("tool_choice.disable_parallel_tool_use", "'disable_parallel_tool_use'")
     messages = list(_system(body.system))
     names: dict[str, str] = {}  # of tools, by the id of the call
     for role, blocks in _turns(body.messages):
@@ -110,10 +108,10 @@ def _chat_body(body: PromptBody) -> ChatBody:
             case "assistant":
                 messages.append(_assistant_message(blocks, names))
             case _:
-                messages.append({"role": "system", "content": _joined(_texts(blocks))})
+                messages.append({"role": "system", "content": joined(_texts(blocks))})
     last = messages[-1]
     if "tool_calls" in last:
-        raise _invalid("messages", "the last message calls tools; a message with their results must follow")
+        raise invalid("messages", "the last message calls tools; a message with their results must follow")
     thinking = None if body.thinking is None or body.thinking.type == "adaptive" else body.thinking.type == "enabled"
     return ChatBody.model_validate(
         {
@@ -127,46 +125,14 @@ def _chat_body(body: PromptBody) -> ChatBody:
     )
 
 
-class _Block(NamedTuple):
-    """A content block and where it stands in the body."""
-
-    fields: dict[str, Any]
-    where: str
-
-    @property
-    def type(self) -> object:
-        return self.fields.get("type")
-
-    def get(self, name: str, kind: type[_T]) -> _T:
-        """A member that must be there. Raises a 400 `ApiError` if it is not, or of another type."""
-        value = self.fields.get(name)
-        if not isinstance(value, kind):
-            raise _invalid(f"{self.where}.{name}", f"must be {_KINDS[kind]}")
-        return value
-
-
-def _blocks(content: object, where: str) -> list[_Block]:
-    """Content as blocks; a text is a block of text."""
-    if isinstance(content, str):
-        return [_Block({"type": "text", "text": content}, where)]
-    if not isinstance(content, list):
-        raise _invalid(where, "must be text or a list of content blocks")
-    blocks: list[_Block] = []
-    for i, fields in enumerate(cast("list[object]", content)):
-        if not isinstance(fields, dict):
-            raise _invalid(f"{where}.{i}", "must be a content block, which is an object")
-        blocks.append(_Block(cast("dict[str, Any]", fields), f"{where}.{i}"))
-    return blocks
-
-
-def _turns(messages: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[_Block]]]:
+def _turns(messages: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Block]]]:
     """Roles and contents; messages of the same role that follow each other are one turn."""
-    turns: list[tuple[str, list[_Block]]] = []
+    turns: list[tuple[str, list[Block]]] = []
     for i, message in enumerate(messages):
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
-            raise _invalid(f"messages.{i}.role", "must be 'user', 'assistant' or 'system'")
-        blocks = _blocks(message.get("content"), f"messages.{i}.content")
+            raise invalid(f"messages.{i}.role", "must be 'user', 'assistant' or 'system'")
+        blocks = read_blocks(message.get("content"), f"messages.{i}.content")
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:
@@ -176,102 +142,71 @@ def _turns(messages: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[_Block
 
 def _system(system: object) -> Iterator[dict[str, Any]]:
     """The message that stands before the conversation, if there is one."""
-    texts = [] if system is None else _texts(_blocks(system, "system"))
+    texts = [] if system is None else _texts(read_blocks(system, "system"))
     texts = [text for text in texts if not text.startswith(_BILLING_HEADER)]
     if any(texts):
-        yield {"role": "system", "content": _joined(texts)}
+        yield {"role": "system", "content": joined(texts)}
 
 
-def _user_messages(blocks: Iterable[_Block], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _user_messages(blocks: Iterable[Block], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """A user's turn: its texts, and a message of the role `tool` for each result of a tool, in their order."""
     texts: list[str] = []
     has_results = False
     for block in blocks:
         if block.type != "tool_result":
-            texts.append(_text(block))
+            texts.append(block.text("text"))
             continue
         if texts:
-            yield {"role": "user", "content": _joined(texts)}
+            yield {"role": "user", "content": joined(texts)}
             texts = []
         has_results = True
         yield _tool_message(block, names)
     if texts or not has_results:
-        yield {"role": "user", "content": _joined(texts)}
+        yield {"role": "user", "content": joined(texts)}
 
 
-def _tool_message(block: _Block, names: Mapping[str, str]) -> dict[str, Any]:
+def _tool_message(block: Block, names: Mapping[str, str]) -> dict[str, Any]:
     call_id = block.get("tool_use_id", str)
     if call_id not in names:
-        raise _invalid(f"{block.where}.tool_use_id", "no earlier message has a tool_use block with this id")
+        raise invalid(f"{block.where}.tool_use_id", "no earlier message has a tool_use block with this id")
     content = block.fields.get("content")
-    text = "" if content is None else "\n".join(_texts(_blocks(content, f"{block.where}.content")))
+    text = "" if content is None else "\n".join(_texts(read_blocks(content, f"{block.where}.content")))
     if block.fields.get("is_error") is True:  # templates have no other place for it
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text}
 
 
-def _assistant_message(blocks: Iterable[_Block], names: dict[str, str]) -> dict[str, Any]:
+def _assistant_message(blocks: Iterable[Block], names: dict[str, str]) -> dict[str, Any]:
     """An assistant's turn; puts the names of the tools that it calls into `names`."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    turn = AssistantTurn()
     for block in blocks:
         match block.type:
             case "thinking":
-                thoughts.append(block.get("thinking", str))
+                turn.thoughts.append(block.get("thinking", str))
             case "redacted_thinking":
                 pass  # only who wrote it can read it
             case "tool_use":
                 call_id, name = block.get("id", str), block.get("name", str)
                 names[call_id] = name
-                function: dict[str, Any] = {"name": name, "arguments": block.get("input", dict)}
-                calls.append({"id": call_id, "type": "function", "function": function})
+                arguments: dict[str, Any] = block.get("input", dict)
+                turn.call(call_id, name, arguments)
             case _:
-                texts.append(_text(block))
-    message: dict[str, Any] = {"role": "assistant"}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    if texts or not calls:
-        message["content"] = _joined(texts)
-    return message
+                turn.texts.append(block.text("text"))
+    return turn.message()
 
 
-def _texts(blocks: Iterable[_Block]) -> list[str]:
-    return [_text(block) for block in blocks]
-
-
-def _text(block: _Block) -> str:
-    """The text of a block that must have one."""
-    if block.type == "text":
-        return block.get("text", str)
-    if not isinstance(block.type, str):
-        raise _invalid(f"{block.where}.type", "must be text")
-    raise _unsupported(f"{block.where}.type", f"'{block.where}': content of the type '{block.type[:40]}'")
-
-
-def _joined(texts: list[str]) -> str | list[dict[str, Any]]:
-    """Content for a template: a text as it is, several as parts, which the template's own way joins."""
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+def _texts(blocks: Iterable[Block]) -> list[str]:
+    return [block.text("text") for block in blocks]
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool in OpenAI's form, which is that of templates."""
-    block = _Block(tool, where)
+    block = Block(tool, where)
     if block.type not in (None, "custom"):
-        raise _unsupported(f"{where}.type", f"'{where}': a tool of the type '{str(block.type)[:40]}'")
+        raise unsupported(f"{where}.type", f"'{where}': a tool of the type '{str(block.type)[:40]}'")
     if tool.get("strict"):
-        raise _unsupported(f"{where}.strict", f"'{where}.strict'")
+        raise unsupported(f"{where}.strict", f"'{where}.strict'")
     function: dict[str, Any] = {"name": block.get("name", str)}
     if tool.get("description") is not None:
         function["description"] = block.get("description", str)
     return {"type": "function", "function": {**function, "parameters": block.get("input_schema", dict)}}
-
-
-def _invalid(param: str, message: str) -> ApiError:
-    return ApiError(400, f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")
-
-
-def _unsupported(param: str, what: str) -> ApiError:
-    return ApiError(400, f"{what} is not supported by this server.", param=param, code="unsupported_parameter")

@@ -111,3 +111,13 @@ def unavailable(message: str, *, retry_after: int | None = None) -> ApiError:
     """503: the engine is loading, stopping or dead."""
     headers = None if retry_after is None else {"Retry-After": str(retry_after)}
     return ApiError(503, message, type="service_unavailable_error", code="service_unavailable", headers=headers)
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """400: a field that is not as it must be."""
+    return ApiError(400, f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """400: a field that asks for something that Caudal would have to ignore."""
+    return ApiError(400, f"{what} is not supported by this server.", param=param, code="unsupported_parameter")

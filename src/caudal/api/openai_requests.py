@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeGuard, cast
 
 from pydantic import BeforeValidator, Field
 
-from caudal.api.errors import ApiError
+from caudal.api.errors import ApiError, unsupported
 from caudal.api.http import Body
 from caudal.api.service import ServedModel
 from caudal.core import RequestTooLongError, SamplingParams
@@ -106,7 +106,7 @@ class GenerationBody(Body):
         if self.stream and self.prompt_logprobs:
             raise ApiError(400, "'prompt_logprobs' is not available with 'stream'.", param="prompt_logprobs")
         if self.response_format is not None and self.response_format.type != "text":
-            raise _unsupported("response_format", f"The response format '{self.response_format.type}'")
+            raise unsupported("response_format", f"The response format '{self.response_format.type}'")
 
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
@@ -156,7 +156,7 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         GenerationBody.check(self)
         if self.best_of not in (None, self.n):
-            raise _unsupported("best_of", "'best_of' other than 'n'")
+            raise unsupported("best_of", "'best_of' other than 'n'")
         if self.stream and self.echo and self.logprobs is not None and self.n > 1:
             # the engine scores a prompt once, with the first choice; the others may come before
             raise ApiError(400, "'echo' with 'logprobs' and 'stream' needs 'n' to be 1.", param="n")
@@ -200,7 +200,7 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         if self.tool_choice not in (None, "none", "auto"):
-            raise _unsupported("tool_choice", "A 'tool_choice' other than 'auto' and 'none'")
+            raise unsupported("tool_choice", "A 'tool_choice' other than 'auto' and 'none'")
         if self.continue_final_message and self.add_generation_prompt:
             raise ApiError(
                 400,
@@ -217,11 +217,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """Raises a 400 `ApiError` when a body asks for something that Caudal would have to ignore."""
     for name in _REFUSED:
         if body.get(name):
-            raise _unsupported(name, f"'{name}'")
-
-
-def _unsupported(param: str, what: str) -> ApiError:
-    return ApiError(400, f"{what} is not supported by this server.", param=param, code="unsupported_parameter")
+            raise unsupported(name, f"'{name}'")
 
 
 def _is_token_ids(value: Any) -> TypeGuard[list[int]]:
