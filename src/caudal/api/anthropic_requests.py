@@ -166,7 +166,7 @@ def _user_messages(blocks: Iterable[Block], names: Mapping[str, str]) -> Iterato
 
 
 def _tool_message(block: Block, names: Mapping[str, str]) -> dict[str, Any]:
-    call_id = block.get("tool_use_id", str)
+    call_id = block.string("tool_use_id")
     if call_id not in names:
         raise invalid(f"{block.where}.tool_use_id", "no earlier message has a tool_use block with this id")
     content = block.fields.get("content")
@@ -182,14 +182,13 @@ def _assistant_message(blocks: Iterable[Block], names: dict[str, str]) -> dict[s
     for block in blocks:
         match block.type:
             case "thinking":
-                turn.thoughts.append(block.get("thinking", str))
+                turn.thoughts.append(block.string("thinking"))
             case "redacted_thinking":
                 pass  # only who wrote it can read it
             case "tool_use":
-                call_id, name = block.get("id", str), block.get("name", str)
+                call_id, name = block.string("id"), block.string("name")
                 names[call_id] = name
-                arguments: dict[str, Any] = block.get("input", dict)
-                turn.call(call_id, name, arguments)
+                turn.call(call_id, name, block.mapping("input"))
             case _:
                 turn.texts.append(block.text("text"))
     return turn.message()
@@ -206,7 +205,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise unsupported(f"{where}.type", f"'{where}': a tool of the type '{str(block.type)[:40]}'")
     if tool.get("strict"):
         raise unsupported(f"{where}.strict", f"'{where}.strict'")
-    function: dict[str, Any] = {"name": block.get("name", str)}
+    function: dict[str, Any] = {"name": block.string("name")}
     if tool.get("description") is not None:
-        function["description"] = block.get("description", str)
-    return {"type": "function", "function": {**function, "parameters": block.get("input_schema", dict)}}
+        function["description"] = block.string("description")
+    return {"type": "function", "function": {**function, "parameters": block.mapping("input_schema")}}

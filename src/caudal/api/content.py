@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from caudal.api.errors import invalid, unsupported
-
-T = TypeVar("T")
-
-_KINDS: dict[type, str] = {str: "text", dict: "an object"}
 
 
 class Block(NamedTuple):
@@ -23,17 +19,24 @@ class Block(NamedTuple):
     def type(self) -> object:
         return self.fields.get("type")
 
-    def get(self, name: str, kind: type[T]) -> T:
-        """A member that must be there, a text or an object. Raises a 400 `ApiError` if it is not."""
+    def string(self, name: str) -> str:
+        """A member that must be there and be text. Raises a 400 `ApiError` if it is not."""
         value = self.fields.get(name)
-        if not isinstance(value, kind):
-            raise invalid(f"{self.where}.{name}", f"must be {_KINDS[kind]}")
+        if not isinstance(value, str):
+            raise invalid(f"{self.where}.{name}", "must be text")
         return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """A member that must be there and be an object. Raises a 400 `ApiError` if it is not."""
+        value = self.fields.get(name)
+        if not isinstance(value, dict):
+            raise invalid(f"{self.where}.{name}", "must be an object")
+        return cast("dict[str, Any]", value)
 
     def text(self, *types: str) -> str:
         """The text of a block of one of these types. Raises a 400 `ApiError` for all others, as images are."""
         if self.type in types:
-            return self.get("text", str)
+            return self.string("text")
         if not isinstance(self.type, str):
             raise invalid(f"{self.where}.type", "must be text")
         raise unsupported(f"{self.where}.type", f"'{self.where}': content of the type '{self.type[:40]}'")
