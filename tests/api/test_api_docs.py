@@ -13,6 +13,7 @@ from fake import running
 
 from caudal.api.anthropic_requests import MessagesBody
 from caudal.api.openai_requests import ChatBody, CompletionBody
+from caudal.api.responses_requests import ResponsesBody
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
 
@@ -42,10 +43,7 @@ def test_examples_run() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    fields = (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | MessagesBody.model_fields.keys()) - {
-        "response_format",
-        "best_of",
-        "model",
-    }
+    bodies = (CompletionBody, ChatBody, MessagesBody, ResponsesBody)
+    fields = {name for body in bodies for name in body.model_fields} - {"response_format", "best_of"}
     rows = "\n".join(line.split("|")[1] for line in TEXT.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(fields) if f"`{name}`" not in rows] == []

@@ -129,6 +129,32 @@ def test_chat(server: Server) -> None:
     assert "<|im_" not in text
 
 
+def test_responses(server: Server) -> None:
+    """A response, its stream and its continuation agree with chat completions."""
+    messages: Any = [{"role": "user", "content": "Say hello."}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        call: Any = {"model": server.model, "temperature": 0, "max_output_tokens": 40}
+        whole = client.responses.create(**call, input="Say hello.")
+        with client.responses.stream(**call, input=messages) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        more: Any = {"role": "user", "content": "And in Spanish?"}
+        second = client.responses.create(**call, input=[*messages, *whole.output, more])
+        history = [*messages, {"role": "assistant", "content": text}, more]
+        reference = client.chat.completions.create(
+            model=server.model,
+            temperature=0,
+            max_tokens=40,
+            messages=history,  # type: ignore[arg-type]
+        )
+    assert whole.output_text == text
+    assert text
+    assert second.output_text == reference.choices[0].message.content
+    assert (second.usage.input_tokens, second.usage.output_tokens) == (
+        reference.usage.prompt_tokens,
+        reference.usage.completion_tokens,
+    )
+
+
 def test_anthropic_messages(server: Server) -> None:
     """A call, its stream and its token count agree, with each other and with OpenAI's route."""
     messages: Any = [{"role": "user", "content": "Say hello."}]
