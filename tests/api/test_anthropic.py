@@ -316,6 +316,12 @@ def test_many_blocks_hold_up_nobody(server: LiveServer) -> None:
     message = error_of(post(server, messages=[{"role": "user", "content": blocks}]), 400, "invalid_request_error")
     assert time.monotonic() - start < 5
     assert message.startswith("prompt is too long")
+    for many in (
+        {"messages": HELLO * 100_001},
+        {"messages": [{"role": "user", "content": [text("")] * 100_001}]},
+        {"tools": [{}] * 10_001},
+    ):
+        assert "at most" in error_of(post(server, **many), 400, "invalid_request_error")
 
 
 # ------------------------------------------------------------------------------------- tokens and models

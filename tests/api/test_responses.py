@@ -304,6 +304,7 @@ def test_input_tokens(client: openai.OpenAI, server: LiveServer) -> None:
         ({"input": [CALL, OUTPUT | {"output": None}]}, "input.1.output"),
         ({"input": [CALL, OUTPUT | {"output": [{"type": "input_image"}]}]}, "input.1.output.0.type"),
         ({"input": [{"type": "reasoning", "content": [5]}]}, "input.0.content.0"),
+        ({"input": [OUTPUT] * 100_001}, "input"),
         ({"input": "refuse"}, "messages"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from caudal.api.content import AssistantTurn, Block, joined, read_blocks
+from caudal.api.content import MAX_BLOCKS, MAX_TOOLS, AssistantTurn, Block, joined, read_blocks
 from caudal.api.errors import invalid, unsupported
 from caudal.api.http import Body
 from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, Int64
@@ -42,9 +42,9 @@ class PromptBody(Body):
     """`POST /v1/messages/count_tokens`: the fields that become the prompt. `chat_body` checks what is `Any` here."""
 
     model: str | None = None
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_BLOCKS)
     system: Any = None  # text or a list of text blocks
-    tools: list[dict[str, Any]] = Field(default=[])
+    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple, cast
 
 from caudal.api.errors import invalid, unsupported
 
+# Members of one list of blocks, items or messages; Anthropic's limit of messages. More of them would hold up others.
+MAX_BLOCKS = 100_000
+MAX_TOOLS = 10_000
+
 
 class Block(NamedTuple):
     """An object of a body that has a type, and where it stands, as in `messages.0.content.1`."""
@@ -48,8 +52,11 @@ def read_blocks(content: object, where: str) -> list[Block]:
         return [Block({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
         raise invalid(where, "must be text or a list of content blocks")
+    items = cast("list[object]", content)
+    if len(items) > MAX_BLOCKS:
+        raise invalid(where, f"must have at most {MAX_BLOCKS} members")
     blocks: list[Block] = []
-    for i, fields in enumerate(cast("list[object]", content)):
+    for i, fields in enumerate(items):
         if not isinstance(fields, dict):
             raise invalid(f"{where}.{i}", "must be a content block, which is an object")
         blocks.append(Block(cast("dict[str, Any]", fields), f"{where}.{i}"))

@@ -77,8 +77,21 @@ def parse_body(kind: type[B], body: dict[str, Any]) -> B:
 
 def documented(body: type[Body]) -> dict[str, Any]:
     """For `openapi_extra`: the part of the OpenAPI page that FastAPI cannot see, as bodies are read by hand."""
-    schema = body.model_json_schema(ref_template="#/$defs/{model}")
+    schema = body.model_json_schema()
+    schema = _inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    """A schema without references, which would point to another place once it is part of the page."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in cast(list[Any], node)]
+    if not isinstance(node, dict):
+        return node
+    members = cast(dict[str, Any], node)
+    if "$ref" in members:
+        return _inlined(definitions[members["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(member, definitions) for key, member in members.items()}
 
 
 def compact(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from caudal.api.content import AssistantTurn, Block, joined, read_blocks
+from caudal.api.content import MAX_TOOLS, AssistantTurn, Block, joined, read_blocks
 from caudal.api.errors import ApiError, invalid, unsupported
 from caudal.api.http import Body
 from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, GenerationBody, ResponseFormat
@@ -40,7 +40,7 @@ class ResponsesBody(GenerationBody):
     input: Any  # text, or a list of items
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**63)
-    tools: list[dict[str, Any]] = Field(default=[])
+    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
