@@ -337,27 +337,31 @@ void put_block(PanelQ2_K& to, PanelOf<BlockTQ2_0> from) {
   }
 }
 
-// Number k of a block, 0 .. 2. A byte holds it and others as a fraction in base 3 (core/dequant_rare.inl).
-int ternary_digit(const BlockTQ1_0& block, int k) {
-  constexpr int kPowers[] = {1, 3, 9, 27, 81};
-  const int byte = k < 160   ? block.fives[k % 32] * kPowers[k / 32]
-                   : k < 240 ? block.fives[32 + k % 16] * kPowers[(k - 160) / 16]
-                             : block.fours[k % 4] * kPowers[(k - 240) / 4];
-  return (byte & 255) * 3 >> 8;
-}
-
 void put_block(PanelQ2_K& to, PanelOf<BlockTQ1_0> from) {
   put_ternary_scales(to, from);
-  uint8_t codes[kPanelRows][64];  // as in BlockTQ2_0
+  Bytes codes[kPanelRows][4] = {};  // as in BlockTQ2_0
   for (int r = 0; r < kPanelRows; ++r) {
-    std::memset(codes[r], 0, sizeof(codes[r]));
-    for (int k = 0; k < kSuperBlock; ++k) {
-      codes[r][k / 128 * 32 + k % 32] |=
-          static_cast<uint8_t>(ternary_digit(*from[r], k) << (k % 128 / 32 * 2));
+    // Numbers 16 * i .. 16 * i + 15 are the first digits of fractions in base 3 (core/dequant_rare.inl).
+    const auto put = [&](int i, Bytes fractions) {
+      const Bytes minus = as<Bytes>(fractions > 85) + as<Bytes>(fractions > 170);
+      codes[r][i / 8 * 2 + i % 2] |= -minus << static_cast<uint8_t>(i % 8 / 2 * 2);
+    };
+    const auto next = [](Bytes fractions) { return fractions + fractions + fractions; };
+    Bytes a = load(from[r]->fives), b = load(from[r]->fives + 16), c = load(from[r]->fives + 32);
+    for (int digit = 0; digit < 5; ++digit) {
+      put(2 * digit, a);
+      put(2 * digit + 1, b);
+      put(10 + digit, c);
+      a = next(a), b = next(b), c = next(c);
     }
+    uint32_t fours;
+    std::memcpy(&fours, from[r]->fours, sizeof(fours));
+    put(15, as<Bytes>(Words{fours, fours, fours, fours}) *
+                Bytes{1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27});
   }
   for (int half = 0; half < 2; ++half) {
-    put_four_parts([&](int r) { return codes[r] + 32 * half; }, to.codes + 4 * half);
+    put_four_parts([&](int r) { return reinterpret_cast<const uint8_t*>(codes[r]) + 32 * half; },
+                   to.codes + 4 * half);
   }
 }
 
