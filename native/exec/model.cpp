@@ -1016,38 +1016,31 @@ int first_chunk(const AttentionPhase& ph, int first_position) {
 
 void Model::attend_tile(const AttentionPhase& ph, const Tile& tile, int kv_head, Scratch& scratch) const {
   const AttentionArgs args = attention_args(ph, tile, kv_head);
-  const size_t unit = partial_floats(ph.v_head_dim),
-               chunk_floats = static_cast<size_t>(tile.n * args.group) * unit;
-  const int c0 = first_chunk(ph, tile.first_position), chunks = tile.chunk1 - c0;
-  for (int c = 0; c < chunks; ++c) {
-    kernels_.attend_chunk(args, c0 + c, scratch.partials.data() + static_cast<size_t>(c) * chunk_floats,
-                          scratch.kernel);
+  const size_t chunk_floats = static_cast<size_t>(tile.n * args.group) * partial_floats(ph.v_head_dim);
+  float* partials = scratch.partials.data();
+  for (int c = first_chunk(ph, tile.first_position); c < tile.chunk1; ++c, partials += chunk_floats) {
+    kernels_.attend_chunk(args, c, partials, scratch.kernel);
   }
-  for (int q = 0; q < tile.n; ++q) {
-    float* out = value(ph.out) + (int64_t{tile.token} + q) * ph.n_heads * ph.v_head_dim +
-                 int64_t{kv_head} * args.group * ph.v_head_dim;
-    for (int h = 0; h < args.group; ++h) {
-      kernels_.attend_reduce(scratch.partials.data() + static_cast<size_t>(q * args.group + h) * unit, chunks,
-                             chunk_floats, ph.v_head_dim, sink(ph, kv_head * args.group + h),
-                             out + int64_t{h} * ph.v_head_dim);
-    }
-  }
+  reduce(ph, tile, kv_head, scratch.partials.data(), chunk_floats);
+}
+
+float* Model::split_partials(const AttentionPhase& ph, const Tile& tile, int chunk, int kv_head) {
+  const size_t query_floats = static_cast<size_t>(ph.n_heads / ph.n_kv_heads) * partial_floats(ph.v_head_dim);
+  return split_partials_.data() + tile.partial_offset +
+         static_cast<size_t>((int64_t{chunk} * ph.n_kv_heads + kv_head) * tile.n) * query_floats;
 }
 
 void Model::attend_run(const AttentionPhase& ph, const Run& run, int chunk, int kv_head, Scratch& scratch) {
   const int group = ph.n_heads / ph.n_kv_heads;
   const size_t row_floats = static_cast<size_t>(group) * partial_floats(ph.v_head_dim);
   const std::span<const int> tiles(run_tiles_.data() + run.first_tile, static_cast<size_t>(run.num_tiles));
-  const auto partials = [&](const Tile& t) {
-    return split_partials_.data() + t.partial_offset +
-           static_cast<size_t>((int64_t{chunk} * ph.n_kv_heads + kv_head) * t.n) * row_floats;
-  };
   // What a query sees in a window, and ALiBi, depend on its position.
   if (run.num_tiles == 1 || ph.window > 0 || ph.slopes >= 0) {
     for (const int i : tiles) {
       const Tile& t = tiles_[static_cast<size_t>(i)];
       if (chunk < first_chunk(ph, t.first_position)) continue;
-      kernels_.attend_chunk(attention_args(ph, t, kv_head), chunk, partials(t), scratch.kernel);
+      kernels_.attend_chunk(attention_args(ph, t, kv_head), chunk, split_partials(ph, t, chunk, kv_head),
+                            scratch.kernel);
     }
     return;
   }
@@ -1060,7 +1053,7 @@ void Model::attend_run(const AttentionPhase& ph, const Run& run, int chunk, int 
   for (const int i : tiles) {
     const Tile& t = tiles_[static_cast<size_t>(i)];
     const size_t n = static_cast<size_t>(t.n) * row_floats;
-    std::memcpy(partials(t), from, n * sizeof(float));
+    std::memcpy(split_partials(ph, t, chunk, kv_head), from, n * sizeof(float));
     from += n;
   }
 }
@@ -1097,21 +1090,23 @@ void Model::execute_attention(const AttentionPhase& ph, int loop, Member& m) {
   });
   m.barrier();
   parallel(loop + 2, static_cast<int64_t>(tiles_.size()) * heads, [&](int64_t item) {
-    reduce_tile(ph, tiles_[static_cast<size_t>(item / heads)], static_cast<int>(item % heads));
+    const Tile& tile = tiles_[static_cast<size_t>(item / heads)];
+    const int head = static_cast<int>(item % heads);
+    const size_t chunk_floats = static_cast<size_t>(ph.n_heads * tile.n) * partial_floats(ph.v_head_dim);
+    reduce(ph, tile, head, split_partials(ph, tile, first_chunk(ph, tile.first_position), head),
+           chunk_floats);
   });
 }
 
-void Model::reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head) const {
-  const int group = ph.n_heads / ph.n_kv_heads, c0 = first_chunk(ph, tile.first_position);
+void Model::reduce(const AttentionPhase& ph, const Tile& tile, int kv_head, const float* partials,
+                   size_t chunk_floats) const {
+  const int group = ph.n_heads / ph.n_kv_heads, chunks = tile.chunk1 - first_chunk(ph, tile.first_position);
   const size_t unit = partial_floats(ph.v_head_dim);
-  const size_t chunk_floats = static_cast<size_t>(ph.n_heads * tile.n) * unit;
-  const float* from = split_partials_.data() + tile.partial_offset + static_cast<size_t>(c0) * chunk_floats +
-                      static_cast<size_t>(kv_head * tile.n * group) * unit;
   for (int q = 0; q < tile.n; ++q) {
     float* out = value(ph.out) + (int64_t{tile.token} + q) * ph.n_heads * ph.v_head_dim +
                  int64_t{kv_head} * group * ph.v_head_dim;
     for (int h = 0; h < group; ++h) {
-      kernels_.attend_reduce(from + static_cast<size_t>(q * group + h) * unit, tile.chunk1 - c0, chunk_floats,
+      kernels_.attend_reduce(partials + static_cast<size_t>(q * group + h) * unit, chunks, chunk_floats,
                              ph.v_head_dim, sink(ph, kv_head * group + h), out + int64_t{h} * ph.v_head_dim);
     }
   }

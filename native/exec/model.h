@@ -251,7 +251,11 @@ class Model {
   void attend_tile(const AttentionPhase& ph, const Tile& tile, int kv_head, Scratch& scratch) const;
   void attend_run(const AttentionPhase& ph, const Run& run, int chunk, int kv_head, Scratch& scratch);
   AttentionArgs attention_args(const AttentionPhase& ph, const Tile& tile, int kv_head) const;
-  void reduce_tile(const AttentionPhase& ph, const Tile& tile, int kv_head) const;
+  // A chunk's in split_partials_
+  float* split_partials(const AttentionPhase& ph, const Tile& tile, int chunk, int kv_head);
+  // `partials`: of the first chunk that the tile sees; the others follow, chunk_floats apart.
+  void reduce(const AttentionPhase& ph, const Tile& tile, int kv_head, const float* partials,
+              size_t chunk_floats) const;
   float sink(const AttentionPhase& ph, int head) const;
   void execute_rows(const RowsPhase& ph, int loop);
   void execute_row_op(const RowOpPhase& ph, int loop);
