@@ -13,6 +13,7 @@ half of the speed.
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 import shutil
@@ -57,6 +58,7 @@ BUDGETS = [
 ]
 
 
+@functools.cache
 def stack_stores(library: Path) -> dict[str, int]:
     """Vector stores on the stack of each function in the object files of a CMake target."""
     counts: dict[str, int] = {}

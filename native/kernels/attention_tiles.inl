@@ -79,6 +79,7 @@ void attend_tile(const Context& c, const Cache& cache, int row, int base, KeyRan
 // Rows begin .. end through the open block, whose first key is at `base`, in tiles of nearly equal size
 template <class Cache>
 void attend_rows(const Context& c, const Cache& cache, int begin, int end, int base, KeyRange range) {
+  static_assert(kTileRows <= 6, "there are tiles of up to 6 rows");
   for (int tiles = (end - begin + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
     const int n = (end - begin + tiles - 1) / tiles;
     switch (n) {

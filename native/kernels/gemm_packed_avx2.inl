@@ -1,6 +1,8 @@
 // Products with packed weights in blocks of 32: one panel of 16 rows x one group of T tokens at a time.
 // Included inside the unnamed namespace of gemm_avx2.cpp.
 
+#include "kernels/gemm_panels_x86.inl"
+
 // How far ahead of a block the weights are prefetched. Measured on one virtual machine with Zen 4 cores:
 // anything from 1 to 8 KiB gains where a block is used more than twice, and short distances cost where it is
 // used once. Other processors may want another distance.
@@ -63,15 +65,6 @@ struct Sums {
   const __m256i moved = bit < 4 ? _mm256_slli_epi16(bytes, 4 - bit) : _mm256_srli_epi16(bytes, bit - 4);
   return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(mask)));
 }
-
-template <class Panel>
-inline constexpr bool kHasMin = requires(const Panel& w) { w.m; };
-template <class Panel>
-inline constexpr bool kHasFifthBit = requires(const Panel& w) { w.high; };
-// What is made of signed bytes: codes or, from a table, what 4-bit codes stand for
-template <class Panel>
-concept ByteWeights =
-    std::same_as<Panel, PanelQ8_0> || std::same_as<Panel, PanelIQ4_NL> || std::same_as<Panel, PanelMXFP4>;
 
 // 4- and 5-bit types. Products of codes 0..15 stay below 2 * 15 * 127 in a 16-bit lane, and eight of them
 // below 30480. Where that could overflow (codes 0..31), and where the type centres its codes anyway, the sums

@@ -1,16 +1,11 @@
 // Products with packed weights in blocks of 32: one panel of 16 rows x one tile of tokens at a time.
 // Included inside the unnamed namespace of gemm_avx512.cpp.
 
-template <class Panel>
-inline constexpr bool kHasMin = requires(const Panel& w) { w.m; };
-template <class Panel>
-inline constexpr bool kHasFifthBit = requires(const Panel& w) { w.high; };
+#include "kernels/gemm_panels_x86.inl"
+
 // What is to be taken off the unsigned codes, in units of 8: activations hold the sums of their codes times
-// -8. 5-bit codes with a min are centred too, because the other instruction sets do that and round alike.
-// What is made of bytes: codes or, from a table, what 4-bit codes stand for, less 128
-template <class Panel>
-concept ByteWeights =
-    std::same_as<Panel, PanelQ8_0> || std::same_as<Panel, PanelIQ4_NL> || std::same_as<Panel, PanelMXFP4>;
+// -8. 5-bit codes with a min are centred too, because the other instruction sets do that and round alike;
+// signed bytes become unsigned by adding 128.
 template <class Panel>
 inline constexpr int kCentre = ByteWeights<Panel>               ? 16
                                : kHasFifthBit<Panel>            ? 2

@@ -5,19 +5,6 @@
 // 16 bits and is multiplied by its scale into 32 bits; the block becomes a float once. So the integer part of
 // the work is the same for all tokens except for the products themselves, and is done once for all groups.
 
-template <class Panel>
-inline constexpr bool kHasMins = requires(const Panel& w) { w.dmin; };
-template <class Panel>
-inline constexpr int kParts =
-    sizeof(Panel::codes[0]) == sizeof(TwoBitLines) || std::same_as<Panel, PanelQ6_K> ? 16 : 8;
-template <class Panel>
-inline constexpr bool kTwoParts = kParts<Panel> == 16;  // of 16 columns, in place of one of 32
-// Vectors of mins, each to be multiplied by pairs of sums of activations: of parts 2i and 2i + 1, or of one
-// part, whose sums are in halves
-template <class Panel>
-inline constexpr int kMinPairs = !kHasMins<Panel>   ? 0
-                                 : kTwoParts<Panel> ? 16
-                                                    : 4;
 // What the codes of parts of 16 columns are more than what they stand for
 template <class Panel>
 inline constexpr int kCentreK = std::same_as<Panel, PanelQ6_K>   ? 32

@@ -1,20 +1,7 @@
-// Products with packed weights in blocks of 256 (K types). Included inside the unnamed namespace of
+// Products with packed weights in blocks of 256 (K types, IQ4_XS). Included inside the unnamed namespace of
 // gemm_avx512.cpp. A block is a sum over parts of 32 or 16 columns, scale * (sum of code * activation), all
 // in integers; it becomes a float once.
 
-template <class Panel>
-inline constexpr bool kHasMins = requires(const Panel& w) { w.dmin; };
-template <class Panel>
-inline constexpr int kParts =
-    sizeof(Panel::codes[0]) == sizeof(TwoBitLines) || std::same_as<Panel, PanelQ6_K> ? 16 : 8;
-template <class Panel>
-inline constexpr bool kTwoParts = kParts<Panel> == 16;  // of 16 columns, in place of one of 32
-// Vectors of mins, each to be multiplied by pairs of sums of activations: of parts 2i and 2i + 1, or of one
-// part, whose sums are in halves
-template <class Panel>
-inline constexpr int kMinPairs = !kHasMins<Panel>      ? 0
-                                 : kParts<Panel> == 16 ? 16
-                                                       : 4;
 // What the unsigned codes are more than what they stand for
 template <class Panel>
 inline constexpr int kCentreK = std::same_as<Panel, PanelQ6_K>     ? 32

@@ -28,8 +28,10 @@ constexpr int kScanBlock = 64;  // logits of one block of `block_max`
 enum class ActKind : uint8_t {
   kF32,  // float32 rows, for types that are decoded to float tiles
   kA8,   // int8 with one fp32 scale and one fp32 scale*sum per 32 (4- and 5-bit types)
-  kA8K,  // int8 with one fp32 scale per 256 and sums (K types)
-  kA16,  // int16 with one fp32 scale per 32 (8-bit types), in the pair order the 8-bit kernel wants
+  kA8K,  // int8 with one fp32 scale per 256 and sums (K types, IQ4_XS, TQ)
+  // int16 with one fp32 scale per 32, in the pair order the 8-bit kernel wants (Q8_0, and IQ4_NL and MXFP4,
+  // whose codes stand for bytes)
+  kA16,
 };
 constexpr int kNumActKinds = 4;
 
