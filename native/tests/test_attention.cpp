@@ -406,6 +406,29 @@ TEST_CASE("large scores neither overflow nor lose the largest") {
   }
 }
 
+TEST_CASE("q8 sums at both ends of their range") {
+  // All numbers of a row are alike, so that every code is the largest or the smallest there is.
+  const int tokens = 40;
+  const Shape s{KvType::kQ8, kMaxHeadDim, kMaxHeadDim, 2, 1, 0, 0.0F};
+  for (const float sign : {1.0F, -1.0F}) {
+    Inputs in(s, tokens, 21);
+    for (int t = 0; t < tokens; ++t) {
+      const auto fill = [t](std::vector<float>& rows, size_t ld, float x) {
+        std::fill_n(rows.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(t) * ld),
+                    static_cast<std::ptrdiff_t>(ld), x);
+      };
+      fill(in.q, in.ldq, 0.125F * sign);
+      fill(in.k, in.ldk, t % 3 == 0 ? -1.0F : 0.5F);
+      fill(in.v, in.ldv, t % 2 == 0 ? -2.0F : 3.0F);
+    }
+    for (const Kernels* k : kernels_with_own(&Kernels::attend_chunk)) {
+      CAPTURE(std::string(k->name));
+      const auto got = decode(*k, s, in, tokens, {0, 5, 31, 39}, 0);
+      CHECK(worst_difference(s, in, tokens, {0, 5, 31, 39}, got, 0, true) < 1e-4);
+    }
+  }
+}
+
 TEST_CASE("queries stacked over the same chunk give the same bits as alone") {
   const int tokens = 1000;
   for (const Shape& s : shapes()) {
