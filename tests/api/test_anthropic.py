@@ -130,6 +130,33 @@ def test_events(server: LiveServer) -> None:
     assert stream[-2]["usage"]["output_tokens"] == 5
 
 
+def test_a_long_prompt_gets_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies close connections on which nothing comes; the last usage tells what the first could not know."""
+    monkeypatch.setattr("caudal.api.anthropic.PING_SECONDS", 0.05)
+    gate = asyncio.Event()
+    with running(FakeEngine(gate=gate)) as server, client_of(server) as client:
+        body = {"max_tokens": 5, "messages": HELLO, "stream": True}
+        with server.http.stream("POST", "/v1/messages", json=body) as reply:
+            lines = reply.iter_lines()
+            seen: list[str] = []
+            while seen.count("event: ping") < 3:
+                seen.append(next(lines))
+            assert seen[0] == "event: message_start"
+            assert "event: content_block_start" not in seen
+            server.loop.call_soon_threadsafe(gate.set)
+            assert "event: message_stop" in list(lines)
+        with client.messages.stream(model="fake", max_tokens=5, messages=HELLO) as stream:
+            assert stream.get_final_message().usage.cache_read_input_tokens == (len(PROMPT) + 1) // 2
+        server.loop.call_soon_threadsafe(gate.clear)
+        with server.http.stream("POST", "/v1/messages", json=body) as reply:  # and is gone before the first token
+            next(reply.iter_lines())
+        end = time.monotonic() + 5
+        while server.engine.running:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert len(server.engine.aborted) == 1
+
+
 def test_text_that_looks_like_the_end_of_an_event() -> None:
     text = "a\u2028b\x85c\r\n\ndata: x\n\n"
     with running(FakeEngine(script=lambda request, index: iter(text.encode()))) as server:

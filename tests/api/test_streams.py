@@ -73,6 +73,8 @@ def test_64_streams_of_which_a_third_is_cancelled() -> None:
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/completions", {"prompt": ["x", "y", "z"], "n": 2}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,7 @@ Fields and shapes are those of Anthropic's API reference: https://docs.anthropic
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -27,6 +28,7 @@ from caudal.api.service import ServedModel, Service
 from caudal.core import CaudalError, FinishReason, Request, RequestOutput
 
 VERSION_HEADER = "anthropic-version"  # every client of this dialect sends it; on shared routes it tells them apart
+PING_SECONDS = 15.0  # between the events of a stream whose message has not begun: less than proxies wait
 PAGE = 20  # models in one reply, where the client does not say
 MAX_PAGE = 1000
 _TYPES = {
@@ -154,16 +156,22 @@ class MessageReply:
     async def events(self) -> AsyncGenerator[bytes]:
         """Server-sent events, each item one or several whole ones.
 
-        Raises the `CaudalError` of a generation that fails before anything has come; a later one becomes an event.
+        They begin with the first output, or after `PING_SECONDS` without one, as the prompt may be long. Raises the
+        `CaudalError` of a generation that fails before; a later one becomes an event.
         """
         is_started = has_block = False
         try:
-            async with aclosing(self._outputs()) as outputs:
+            async with aclosing(self._paced_outputs()) as outputs:
                 async for output in outputs:
                     events = ""
                     if not is_started:
                         is_started = True
                         events = _event("message_start", message=self._message(output, [])) + _event("ping")
+                    elif output is None:
+                        events = _event("ping")
+                    if output is None:
+                        yield events.encode("ascii")
+                        continue
                     if output.text:
                         if not has_block:
                             has_block = True
@@ -201,6 +209,21 @@ class MessageReply:
                     message = self._message(output, content) | self._stop(output)
         return message
 
+    async def _paced_outputs(self) -> AsyncGenerator[RequestOutput | None]:
+        """What `_outputs` gives, and None for every `PING_SECONDS` in which the first one has not come."""
+        async with aclosing(self._outputs()) as outputs:
+            first = asyncio.ensure_future(anext(outputs))
+            try:
+                while not (await asyncio.wait((first,), timeout=PING_SECONDS))[0]:
+                    yield None
+            finally:
+                if not first.done():  # the client has gone
+                    first.cancel()
+                    await asyncio.gather(first, return_exceptions=True)
+            yield first.result()
+            async for output in outputs:
+                yield output
+
     async def _outputs(self) -> AsyncGenerator[RequestOutput]:
         """What the engine gives. Raises a 503 `ApiError` if the server stops before the end."""
         async with aclosing(self._model.run([self._request])) as outputs:
@@ -209,7 +232,7 @@ class MessageReply:
                     raise unavailable("The server stopped before the message was complete.")
                 yield replace(output, text="", num_output_tokens=0) if self._max_tokens == 0 else output
 
-    def _message(self, output: RequestOutput, content: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self, output: RequestOutput | None, content: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._request.request_id,
             "type": "message",
@@ -221,13 +244,14 @@ class MessageReply:
             "usage": self._usage(output),
         }
 
-    def _usage(self, output: RequestOutput) -> dict[str, int]:
-        """Tokens. As Anthropic counts, those that came from the cache are no input tokens."""
+    def _usage(self, output: RequestOutput | None) -> dict[str, int]:
+        """Tokens so far. As Anthropic counts, those that came from the cache are no input tokens."""
+        num_cached, num_output = (0, 0) if output is None else (output.num_cached_tokens, output.num_output_tokens)
         return {
-            "input_tokens": len(self._request.prompt_token_ids) - output.num_cached_tokens,
+            "input_tokens": len(self._request.prompt_token_ids) - num_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": output.num_cached_tokens,
-            "output_tokens": output.num_output_tokens,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": num_output,
         }
 
     def _stop(self, output: RequestOutput) -> dict[str, str | None]:
