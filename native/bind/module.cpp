@@ -27,6 +27,7 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::span<const float> span_of(const Floats& a) { return {a.data(), a.size()}; }
@@ -485,7 +486,8 @@ void bind_sampler(nb::module_& m) {
                                         .allowed = std::move(allowed),
                                         .banned = std::move(banned),
                                         .early_banned = std::move(early_banned),
-                                        .min_tokens = min_tokens};
+                                        .min_tokens = min_tokens,
+                                        .mask = {}};
           },
           nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "typical_p"_a, "top_n_sigma"_a,
           "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a, "seed"_a,
@@ -497,7 +499,13 @@ void bind_sampler(nb::module_& m) {
           [](SequenceSampling& self, const std::vector<int32_t>& tokens) {
             self.tokens.insert(self.tokens.end(), tokens.begin(), tokens.end());
           },
-          "tokens"_a, "Append to the token history, which penalties read.");
+          "tokens"_a, "Append to the token history, which penalties read.")
+      .def(
+          "set_mask",
+          [](SequenceSampling& self, const Words& mask) {
+            self.mask.assign(mask.data(), mask.data() + mask.size());
+          },
+          "mask"_a, "Which tokens may come next: bit i % 32 of word i / 32.");
 
   nb::class_<BatchSampler>(m, "BatchSampler",
                            "Samples the rows of a step; see sample/sampler.h for the steps.")

@@ -35,6 +35,7 @@ SamplingRow BatchSampler::parameters(const BatchRow& batch_row) const {
   row.bias_ids = s.bias_ids;
   row.bias_values = s.bias_values;
   if (s.allowed) row.allowed = std::span<const int32_t>(*s.allowed);
+  row.mask = s.mask;
   const int64_t num_output = static_cast<int64_t>(row.position) - row.num_prompt_tokens;
   row.banned = num_output < s.min_tokens ? s.early_banned : s.banned;
   return row;

@@ -22,6 +22,7 @@ struct SequenceSampling {
   std::vector<int32_t> banned;        // never chosen
   std::vector<int32_t> early_banned;  // banned, and the end tokens: while fewer than min_tokens have come out
   int64_t min_tokens = 0;
+  std::vector<uint32_t> mask;  // of the next token; see SamplingRow
 };
 
 struct BatchRow {

@@ -196,6 +196,11 @@ class SequenceSampling:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append to the token history, which penalties read."""
 
+    def set_mask(
+        self, mask: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    ) -> None:
+        """Which tokens may come next: bit i % 32 of word i / 32."""
+
 class BatchSampler:
     """Samples the rows of a step; see sample/sampler.h for the steps."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,6 +119,31 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str  # the schema as JSON; the expression; the choices as a JSON list of texts; the grammar
+    param: str  # the field of the request that it came in, for errors
+
+
+class TokenMatcher(Protocol):
+    """A compiled grammar at one place of an output (`text.grammar.Matcher`)."""
+
+    def copy(self) -> TokenMatcher:
+        """The same place, from which another sequence goes on."""
+        ...
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write which tokens may come next: bit i % 32 of word i / 32. Raises CaudalError."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on behind a token; whether nothing may follow it. Raises CaudalError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a client asked, as token ids. Immutable; one request becomes `params.n` sequences."""
 
@@ -128,6 +153,7 @@ class Request:
     priority: int = 0  # lower runs first
     adapter: str | None = None  # name of a LoRA adapter
     cache_salt: str = ""  # requests share cached prefixes only under the same salt
+    matcher: TokenMatcher | None = None  # of the grammar that every output must follow
     arrival_time: float = field(default_factory=time.monotonic)  # seconds, monotonic clock
 
 

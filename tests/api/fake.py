@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import numpy as np
 import uvicorn
+from numpy.typing import NDArray
 
 from caudal.api.server import bind, create_app, uvicorn_config
 from caudal.api.service import ServedModel, Service
@@ -22,6 +24,7 @@ from caudal.config import ServerConfig
 from caudal.core import (
     CaudalError,
     FinishReason,
+    Grammar,
     InvalidRequestError,
     Logprob,
     QueueFullError,
@@ -30,6 +33,7 @@ from caudal.core import (
     RequestTooLongError,
     Timings,
     TokenLogprobs,
+    TokenMatcher,
 )
 from caudal.engine.engine import EngineStats
 from caudal.engine.sampling import validate
@@ -245,8 +249,28 @@ def prompt_logprobs_of(request: Request) -> tuple[TokenLogprobs | None, ...] | N
     return (None, *(logprobs_of(token, count) for token in request.prompt_token_ids[1:]))
 
 
+class FakeGrammars:
+    """Takes every grammar; the fake engine does not look at it."""
+
+    def compile(self, grammar: Grammar) -> TokenMatcher:
+        return FreeMatcher()
+
+
+class FreeMatcher:
+    """Allows everything."""
+
+    def copy(self) -> TokenMatcher:
+        return self
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        mask[:] = 0xFFFFFFFF
+
+    def accept(self, token_id: int) -> bool:
+        return False
+
+
 def fake_model(engine: FakeEngine) -> ServedModel:
-    return ServedModel("fake", engine, FakeTokenizer(), FakeTemplate(), engine.max_model_len)
+    return ServedModel("fake", engine, FakeTokenizer(), FakeTemplate(), engine.max_model_len, FakeGrammars())
 
 
 @dataclass

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,45 @@ def test_responses(server: Server) -> None:
         reference.usage.prompt_tokens,
         reference.usage.completion_tokens,
     )
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "maximum": 150, "minimum": 0},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_outputs(server: Server) -> None:
+    """Every answer is valid, streamed or not, also of many requests at the same time."""
+    messages: Any = [{"role": "user", "content": "Describe a person."}]
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        create = client.chat.completions.create
+        several = create(model=server.model, messages=messages, response_format=schema, n=4, max_tokens=100, seed=5)
+        for choice in several.choices:
+            person = json.loads(choice.message.content or "")
+            assert choice.finish_reason == "stop"
+            assert person.keys() == {"name", "age"}
+            assert 0 <= person["age"] <= 150
+        stream = create(
+            model=server.model, messages=messages, response_format=schema, max_tokens=100, seed=5, stream=True
+        )
+        assert "".join(c.choices[0].delta.content or "" for c in stream) == several.choices[0].message.content
+        for extra, pattern in (
+            ({"guided_choice": ["left", "right"]}, "left|right"),
+            ({"guided_regex": "[a-z]{2}-[0-9]{2}"}, "[a-z]{2}-[0-9]{2}"),
+            ({"structured_outputs": {"grammar": 'start: "x" "x"? "y"'}}, "xx?y"),
+        ):
+            answer = create(model=server.model, messages=messages, max_tokens=60, seed=1, extra_body=extra)
+            assert re.fullmatch(pattern, answer.choices[0].message.content or "")
+        broken: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
+        with pytest.raises(openai.BadRequestError, match="thing"):
+            create(model=server.model, messages=messages, response_format=broken)
 
 
 def test_anthropic_messages(server: Server) -> None:

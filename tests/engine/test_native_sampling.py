@@ -84,6 +84,26 @@ def describe(params: SamplingParams) -> list[str]:
     return [name for name in SamplingParams.__dataclass_fields__ if getattr(params, name) != getattr(default, name)]
 
 
+def test_masks(native: NativeSampler) -> None:
+    """Another one each step; tokens that have no bit are not allowed."""
+    rng = np.random.default_rng(5)
+    for params in (SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_k=20, logprobs=2)):
+        rows = make_rows(rng, params, 50)
+        for words in (-(-IDS // 32), 3):
+            logits = rng.normal(0, 3, (50, VOCAB)).astype(np.float32)
+            for row in rows:
+                row.mask = rng.integers(1, 2**32, words, np.uint32) & rng.integers(1, 2**32, words, np.uint32)
+            expected = ReferenceSampler(IDS).sample(whole_rows(logits), rows)
+            found = native.sample(whole_rows(logits), rows)
+            for row, a, b in zip(rows, expected, found, strict=True):
+                assert row.mask is not None
+                assert row.mask[b.token_id // 32] >> (b.token_id % 32) & 1
+                assert b.token_id == a.token_id
+        for row in rows:
+            row.mask = np.zeros(4, np.uint32)
+        assert all(token.error for token in native.sample(whole_rows(logits), rows))
+
+
 def test_history_grows_with_the_sequence(native: NativeSampler) -> None:
     """Penalties see the tokens of earlier steps; the same row object comes back each step."""
     logits = np.zeros((1, VOCAB), np.float32)

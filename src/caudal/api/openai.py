@@ -30,7 +30,16 @@ from caudal.api.openai_requests import (
     tokenize,
 )
 from caudal.api.service import ServedModel, Service, Tokenizer
-from caudal.core import CaudalError, FinishReason, Logprob, Request, RequestOutput, SamplingParams, TokenLogprobs
+from caudal.core import (
+    CaudalError,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    TokenMatcher,
+)
 
 FINGERPRINT = f"caudal-{__version__}"
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens on /v1/completions
@@ -96,6 +105,7 @@ async def _completion_reply(model: ServedModel, body: CompletionBody) -> Complet
     prompt_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     call_id = f"cmpl-{uuid.uuid4().hex}"
     requests: list[Request] = []
+    matcher = await model.compile(body.grammar())
     for i, ids in enumerate(prompt_ids):
         max_tokens = body.max_tokens
         if max_tokens is None:  # the default is no wish: less, where the context has no room for it
@@ -105,7 +115,7 @@ async def _completion_reply(model: ServedModel, body: CompletionBody) -> Complet
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        requests.append(_request(f"{call_id}-{i}" if len(prompt_ids) > 1 else call_id, ids, body, params))
+        requests.append(_request(f"{call_id}-{i}" if len(prompt_ids) > 1 else call_id, ids, body, params, matcher))
     reply = CompletionReply(model, call_id, body, requests)
     if body.echo:
         reply.prompt_texts = [
@@ -120,20 +130,24 @@ async def _chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
     ids = await encode_chat(model, body)
     call_id = f"chatcmpl-{uuid.uuid4().hex}"
     params = body.sampling(max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    reply = ChatReply(model, call_id, body, [_request(call_id, ids, body, params)])
+    matcher = await model.compile(body.grammar())
+    reply = ChatReply(model, call_id, body, [_request(call_id, ids, body, params, matcher)])
     if body.echo and body.continue_final_message:
         content = body.messages[-1].get("content")
         reply.prefix = content if isinstance(content, str) else ""
     return reply
 
 
-def _request(request_id: str, ids: Sequence[int], body: GenerationBody, params: SamplingParams) -> Request:
+def _request(
+    request_id: str, ids: Sequence[int], body: GenerationBody, params: SamplingParams, matcher: TokenMatcher | None
+) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(ids),
         params=params,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        matcher=matcher,
     )
 
 

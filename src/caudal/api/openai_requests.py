@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeGuard, cast
 
 from pydantic import BeforeValidator, Field
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from caudal.api.errors import ApiError, unsupported
 from caudal.api.http import Body
 from caudal.api.service import ServedModel
-from caudal.core import RequestTooLongError, SamplingParams
+from caudal.core import Grammar, RequestTooLongError, SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, in one call
 # Texts above this are tokenized in another thread, so that running streams go on; conversations are rendered there
@@ -37,13 +38,8 @@ _REFUSED = (
     "documents",
     "function_call",
     "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "logits_processors",
     "prompt_embeds",
-    "structured_outputs",
     "suffix",
     "truncate_prompt_tokens",
     "use_beam_search",
@@ -61,8 +57,26 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class NamedSchema(Body):
+    """OpenAI's wrapping of a JSON schema. Every schema is followed strictly, whatever `strict` says."""
+
+    name: str = ""
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
 class ResponseFormat(Body):
     type: str
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`, and its older `guided_*` fields: at most one of them."""
+
+    json_schema: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None  # Lark
 
 
 class GenerationBody(Body):
@@ -98,6 +112,11 @@ class GenerationBody(Body):
     cache_salt: str = Field("", max_length=128)
     speculate: bool = True
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
 
     def check(self) -> None:
         """What no single field shows. Raises a 400 `ApiError`."""
@@ -105,8 +124,52 @@ class GenerationBody(Body):
             raise ApiError(400, "'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if self.stream and self.prompt_logprobs:
             raise ApiError(400, "'prompt_logprobs' is not available with 'stream'.", param="prompt_logprobs")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported("response_format", f"The response format '{self.response_format.type}'")
+
+    def grammar(self) -> Grammar | None:
+        """What the output must look like; None: anything. Raises a 400 `ApiError`."""
+        found = [grammar for grammar in (self._response_grammar(), *self._structured_grammars()) if grammar is not None]
+        if len(found) > 1:
+            message = f"'{found[0].param}' and '{found[1].param}' both say what the output must look like; send one."
+            raise ApiError(400, message, param=found[1].param)
+        return found[0] if found else None
+
+    def _response_grammar(self) -> Grammar | None:
+        asked = self.response_format
+        match None if asked is None else asked.type:
+            case None | "text":
+                return None
+            case "json_object":
+                return _schema({"type": "object"}, "response_format")
+            case "json_schema":
+                named = None if asked is None else asked.json_schema
+                if named is None or named.json_schema is None:
+                    param = "response_format.json_schema.schema"
+                    raise ApiError(400, f"Missing required parameter: '{param}'.", param=param)
+                return _schema(named.json_schema, "response_format")
+            case other:
+                raise unsupported("response_format", f"The response format '{other}'")
+
+    def _structured_grammars(self) -> Iterator[Grammar]:
+        older = StructuredOutputs.model_construct(
+            json_schema=self.guided_json,
+            json_object=False,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        for asked, name in ((self.structured_outputs, "structured_outputs.{}"), (older, "guided_{}")):
+            if asked is None:
+                continue
+            if asked.json_schema is not None:
+                yield _schema(asked.json_schema, name.format("json"))
+            if asked.json_object:
+                yield _schema({"type": "object"}, name.format("json_object"))
+            if asked.regex is not None:
+                yield Grammar("regex", asked.regex, name.format("regex"))
+            if asked.choice is not None:
+                yield Grammar("choice", json.dumps(asked.choice), name.format("choice"))
+            if asked.grammar is not None:
+                yield _lark(asked.grammar, name.format("grammar"))
 
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
@@ -211,6 +274,16 @@ class ChatBody(GenerationBody):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _schema(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
+
+
+def _lark(text: str, param: str) -> Grammar:
+    if "::=" in text:
+        raise ApiError(400, "Grammars must be in Lark's notation; GBNF ('::=') is not supported.", param=param)
+    return Grammar("lark", text, param)
 
 
 def refuse_unsupported(body: Mapping[str, Any]) -> None:

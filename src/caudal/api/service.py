@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from caudal.api.errors import unavailable
 from caudal.api.metrics import Metrics, RequestTracker
-from caudal.core import ModelNotFoundError, Request, RequestOutput
+from caudal.core import Grammar, InvalidRequestError, ModelNotFoundError, Request, RequestOutput, TokenMatcher
 
 if TYPE_CHECKING:
     from caudal.engine.worker import EngineStats
@@ -52,6 +52,12 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
 
+class GrammarCompiler(Protocol):
+    """What the API needs of `text.grammar.GrammarCompiler`."""
+
+    def compile(self, grammar: Grammar) -> TokenMatcher: ...
+
+
 class ChatTemplate(Protocol):
     """What the API needs of `text.chat.ChatTemplate`."""
 
@@ -75,11 +81,20 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     max_model_len: int  # tokens
+    grammars: GrammarCompiler | None = None
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.name, self.max_model_len)
+
+    async def compile(self, grammar: Grammar | None) -> TokenMatcher | None:
+        """The grammar of a request, compiled in another thread. Raises `InvalidRequestError`."""
+        if grammar is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequestError("This model cannot follow grammars.", grammar.param)
+        return await asyncio.to_thread(self.grammars.compile, grammar)
 
     async def run(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Runs requests at the same time: pairs of position in `requests` and output, as they come.

@@ -35,6 +35,7 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
     from caudal.cli.support.models import LOADING_DELAY, display_name, fetch
     from caudal.loader import load as load_model
     from caudal.store import default_model
+    from caudal.text.grammar import GrammarCompiler
 
     name = models[0] if models else default_model()
     server_config = take(ServerConfig, settings)
@@ -54,6 +55,7 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
             tokenizer=loaded.tokenizer,
             chat_template=loaded.chat_template,
             max_model_len=loaded.engine.max_model_len,
+            grammars=GrammarCompiler(loaded.tokenizer),
         )
 
     serve(load, server_config, remark)

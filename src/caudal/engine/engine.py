@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from array import array
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
@@ -35,7 +36,7 @@ from caudal.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from caudal.config import EngineConfig
-    from caudal.core import SamplingParams
+    from caudal.core import SamplingParams, TokenMatcher
     from caudal.executors.base import Executor, Logits
     from caudal.text.tokenizer import Tokenizer
 
@@ -75,7 +76,9 @@ class _Generation:
     max_num_tokens: int  # prompt and output
     prompt_logprobs: list[TokenLogprobs | None] | None
     num_candidates: int  # largest logits that its parameters need; 0: all
+    matcher: TokenMatcher | None = None  # of the grammar that the output must follow
     speculation: Speculation | None = None  # None: gets no drafts
+    mask_error: str = ""  # why there is no mask
     draft: list[int] = field(default_factory=list[int])  # behind the last token, in the step in progress
     table_row: int = -1  # in Engine._tables, while running
     num_table_entries: int = 0  # block ids written there
@@ -160,6 +163,7 @@ class Engine:
             max_model_len=min(self._context_length, self._cache_tokens),
             prefix_caching=config.prefix_caching,
         )
+        self._mask_thread = ThreadPoolExecutor(1, "caudal-masks")  # starts with the first grammar
         self._speculator = self._new_speculator(config)
         self._num_drafts = 0
         self._num_draft_tokens = 0
@@ -233,6 +237,10 @@ class Engine:
             )
         if request.adapter is not None:
             raise InvalidRequestError(f"there is no adapter {request.adapter!r}", "model")
+        if request.matcher is not None and request.params.min_tokens > 0:
+            raise InvalidRequestError(
+                "min_tokens must be 0 with a grammar, which says itself when to end", "min_tokens"
+            )
         validate(request.params, self._num_token_ids, self.max_model_len)
         self._check_choice(request.params)
 
@@ -263,6 +271,10 @@ class Engine:
                 num_prompt_tokens=seq.num_prompt_tokens,
                 end_token_ids=end_token_ids,
             )
+            matcher = None
+            if request.matcher is not None:
+                matcher = request.matcher.copy()
+                row.mask = np.zeros(-(-self._num_token_ids // 32), np.uint32)
             speculator = self._speculator if params.speculate else None
             generations.append(
                 _Generation(
@@ -272,7 +284,8 @@ class Engine:
                     stop_token_ids=frozenset(end_token_ids),
                     max_num_tokens=max_num_tokens,
                     prompt_logprobs=prompt_logprobs if wants_prompt_logits(seq) else None,
-                    num_candidates=num_candidates(params, self._num_token_ids),
+                    num_candidates=0 if matcher is not None else num_candidates(params, self._num_token_ids),
+                    matcher=matcher,
                     speculation=None if speculator is None else speculator.start(row),
                 )
             )
@@ -306,7 +319,10 @@ class Engine:
         started = time.perf_counter()
         try:
             step = self._build(plan, generations)
+            masks = self._start_masks(step)
             logits = self._executor.run(step.batch)
+            if masks is not None:
+                masks.result()
             if len(logits) != len(step.batch.logits_rows) or logits.full.shape[1] != self._executor.vocab_size:
                 raise ValueError(f"the executor returned {len(logits)} rows of {logits.full.shape[1]} logits")
         except Exception as error:  # noqa: BLE001  (whatever failed, it must not end the loop)
@@ -321,6 +337,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the executors' memory. Idempotent."""
+        self._mask_thread.shutdown()
         self._executor.close()
         if self._draft_executor is not None:
             self._draft_executor.close()
@@ -441,6 +458,11 @@ class Engine:
         )
         return _Step(batch, samplers, scores)
 
+    def _start_masks(self, step: _Step) -> Future[None] | None:
+        """Compute the masks of sequences with a grammar in another thread, while the model computes their logits."""
+        constrained = [generation for generation in step.samplers if generation.matcher is not None]
+        return self._mask_thread.submit(_fill_masks, constrained) if constrained else None
+
     def _write_table(self, generation: _Generation) -> None:
         """Bring the sequence's row of `_tables` up to date with its block table, which only grows while it runs."""
         block_table, done = generation.seq.block_table, generation.num_table_entries
@@ -486,6 +508,8 @@ class Engine:
         while live:
             following: dict[_Generation, int] = {}
             now = time.monotonic()
+            if num_accepted:
+                _fill_masks([generation for generation in live if generation.matcher is not None])
             for (generation, row), token in zip(live.items(), self._sample(live, logits), strict=True):
                 outputs.append(self._accept(generation, token, now))
                 if num_accepted < len(generation.draft) and generation.draft[num_accepted] == token.token_id:
@@ -534,8 +558,14 @@ class Engine:
     def _accept(self, generation: _Generation, token: SampledToken, now: float) -> RequestOutput:
         """Append a sampled token to its sequence; ends the sequence if that stops it."""
         if token.error is not None:
-            return self._fail(generation, token.error)
+            return self._fail(generation, generation.mask_error or token.error)
         seq, token_id = generation.seq, token.token_id
+        is_complete = False
+        if generation.matcher is not None and token_id not in generation.stop_token_ids:
+            try:
+                is_complete = generation.matcher.accept(token_id)
+            except CaudalError as error:
+                return self._fail(generation, str(error))
         seq.token_ids.append(token_id)
         if seq.first_token_time is None:
             seq.first_token_time = now
@@ -545,13 +575,15 @@ class Engine:
         if token_id in generation.stop_token_ids:
             reason = FinishReason.STOP
             seq.stop_reason = token_id if token_id in seq.request.params.stop_token_ids else None
+        elif is_complete:
+            reason = FinishReason.STOP
         elif len(seq.token_ids) >= generation.max_num_tokens:
             reason = FinishReason.LENGTH
         text = ""
         if generation.detokenizer is not None:
             params = seq.request.params
             # The text of the token that ends the output is no part of it, as with stop strings.
-            if reason is not FinishReason.STOP or params.include_stop_str_in_output:
+            if token_id not in generation.stop_token_ids or params.include_stop_str_in_output:
                 try:
                     output = generation.detokenizer.push((token_id,))
                 except Exception as error:  # noqa: BLE001  (one request's failure, not the others')
@@ -620,6 +652,18 @@ class Engine:
             timings=None if seq.finish_reason is None else _timings(seq),
             error=error,
         )
+
+
+def _fill_masks(generations: list[_Generation]) -> None:
+    """Of sequences with a grammar. Where it fails no token is allowed, and the sampler ends the sequence."""
+    for generation in generations:
+        assert generation.matcher is not None
+        assert generation.row.mask is not None
+        try:
+            generation.matcher.fill(generation.row.mask)
+        except CaudalError as error:
+            generation.mask_error = str(error)
+            generation.row.mask[:] = 0
 
 
 def _timings(seq: Sequence) -> Timings:

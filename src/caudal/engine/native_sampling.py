@@ -55,6 +55,8 @@ class NativeSampler:
         state = row.state
         if not isinstance(state, _native.SequenceSampling):
             row.state = state = self._new_state(row)
+        if row.mask is not None:
+            state.set_mask(row.mask)
         params = row.params
         if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             state.extend(row.token_ids[state.num_tokens :])

@@ -4,7 +4,8 @@ The steps, in order; a neutral parameter switches a step off:
 
 1. Log-probabilities, where asked for, come from the raw logits (log-softmax, before any other step). Ranks count
    from 1, equal logits by token id.
-2. Tokens outside `allowed_token_ids`, in `bad_token_ids`, and end tokens before `min_tokens` are excluded.
+2. Tokens outside `allowed_token_ids` and a grammar's mask, in `bad_token_ids`, and end tokens before `min_tokens` are
+   excluded.
 3. `logit_bias` is added.
 4. Penalties: repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over output.
 5. Temperature below 1e-5: the largest logit wins, of equal ones the lowest token id. Otherwise divide by it.
@@ -170,6 +171,7 @@ class SamplerRow:
     token_ids: list[int]  # prompt and output so far; the sequence's own list, which grows
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...]  # excluded while fewer than params.min_tokens have come out
+    mask: NDArray[np.uint32] | None = None  # bit i % 32 of word i / 32: token i may come next; None: all
     state: object | None = None  # whatever the sampler keeps for this sequence
 
     @property
@@ -312,6 +314,9 @@ def _exclude(x: NDArray[np.float64], row: SamplerRow) -> None:
         allowed = np.zeros(len(x), np.bool_)
         allowed[list(params.allowed_token_ids)] = True
         x[~allowed] = -math.inf
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.view(np.uint8), count=len(x), bitorder="little")  # what is missing is 0
+        x[bits == 0] = -math.inf
     x[list(params.bad_token_ids)] = -math.inf
     if row.excludes_end:
         x[list(row.end_token_ids)] = -math.inf
