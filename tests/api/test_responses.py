@@ -246,7 +246,7 @@ def test_calls_and_thoughts_are_one_turn() -> None:
         {"role": "tool", "tool_call_id": "call_2", "name": "time", "content": "ten\npast"},
         {"role": "assistant", "content": "It rains."},
     ]
-    function = {"name": "weather", "parameters": {"type": "object"}}
+    function = {"name": "weather", "description": "", "parameters": {"type": "object", "properties": {}}}
     assert body["tools"] == [{"type": "function", "function": function}]
     assert (body["reasoning_effort"], body["chat_template_kwargs"]) == ("low", {"verbosity": "low"})
 
@@ -327,7 +327,7 @@ def test_input_tokens(client: openai.OpenAI, server: LiveServer) -> None:
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"guided_regex": "a"}, "guided_regex"),
+        ({"suffix": "a"}, "suffix"),
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from caudal.api.content import MAX_BLOCKS, MAX_TOOLS, AssistantTurn, Block, joined, read_blocks
+from caudal.api.content import MAX_BLOCKS, MAX_TOOLS, AssistantTurn, Block, function_tool, joined, read_blocks
 from caudal.api.errors import invalid, unsupported
 from caudal.api.http import Body
 from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, Int64
@@ -205,7 +205,6 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise unsupported(f"{where}.type", f"'{where}': a tool of the type '{str(block.type)[:40]}'")
     if tool.get("strict"):
         raise unsupported(f"{where}.strict", f"'{where}.strict'")
-    function: dict[str, Any] = {"name": block.string("name")}
-    if tool.get("description") is not None:
-        function["description"] = block.string("description")
-    return {"type": "function", "function": {**function, "parameters": block.mapping("input_schema")}}
+    name = block.string("name")
+    description = None if tool.get("description") is None else block.string("description")
+    return function_tool(name, description, block.mapping("input_schema"))

@@ -68,6 +68,15 @@ def joined(texts: Sequence[str]) -> str | list[dict[str, Any]]:
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool in the form of chat completions, which is that of templates.
+
+    It has a description and properties, be they empty: many templates fail without.
+    """
+    schema: dict[str, Any] = {"type": "object", "properties": {}, **(parameters or {})}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
+
+
 @dataclass
 class AssistantTurn:
     """What an assistant thought, said and called in one turn."""

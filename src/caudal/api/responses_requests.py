@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from caudal.api.content import MAX_TOOLS, AssistantTurn, Block, joined, read_blocks
+from caudal.api.content import MAX_TOOLS, AssistantTurn, Block, function_tool, joined, read_blocks
 from caudal.api.errors import ApiError, invalid, unsupported
 from caudal.api.http import Body
 from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, GenerationBody, ResponseFormat
@@ -190,9 +190,6 @@ def _tool(tool: Block) -> dict[str, Any]:
     """A tool in the form of chat completions, which is that of templates."""
     if tool.type != "function":
         raise unsupported(f"{tool.where}.type", f"'{tool.where}': a tool of the type '{str(tool.type)[:40]}'")
-    function: dict[str, Any] = {"name": tool.string("name")}
-    if tool.fields.get("description") is not None:
-        function["description"] = tool.string("description")
-    if tool.fields.get("parameters") is not None:
-        function["parameters"] = tool.mapping("parameters")
-    return {"type": "function", "function": function}
+    description = None if tool.fields.get("description") is None else tool.string("description")
+    parameters = None if tool.fields.get("parameters") is None else tool.mapping("parameters")
+    return function_tool(tool.string("name"), description, parameters)
