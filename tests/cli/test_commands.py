@@ -48,6 +48,7 @@ def tiny():
         (["show", "pypi:no/such"], 3, ["pypi:NAME"]),
         (["rm", "smollm2:135m"], 3, ["not in the store"]),
         (["nonsense"], 2, ["nonsense"]),
+        (["cht"], 2, ["cht", "Did you mean 'chat'?"]),
         (["logits", "m", "--tokens", "1,x", "--out", "o"], 2, ["1,x"]),
         (["bench", "m", "--prompt", "0", "--gen", "0"], 2, ["nothing to measure"]),
         (["serve", "a", "b"], 2, ["one model"]),
@@ -162,7 +163,7 @@ def test_settings_out_of_range_are_wrong_usage(tiny, tmp_path, arguments, settin
 
 def test_tokens_outside_the_vocabulary_are_refused(tiny, tmp_path):
     done = caudal("logits", tiny, "--tokens", "1,99999", "--out", tmp_path / "o")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
@@ -226,7 +227,7 @@ def test_perplexity_within_the_error_bar(smollm2):
 def test_a_text_too_short_for_perplexity(smollm2, tmp_path):
     (tmp_path / "short.txt").write_text("Too short.")
     done = caudal("perplexity", smollm2, tmp_path / "short.txt")
-    assert (done.returncode, "512 are needed" in done.stderr) == (1, True)
+    assert (done.returncode, "512 are needed" in done.stderr) == (2, True)
 
 
 def test_run(tiny):
@@ -252,7 +253,8 @@ def test_run_samples_by_seed(tiny):
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["--temperature", "9"], 1, "temperature must be"),
+        (["--temperature", "9"], 2, "temperature must be"),
+        (["--temperature", "-1"], 2, "temperature must be"),
         (["--ctx", "999999"], 5, "999999"),
         (["--top-k", "x"], 2, "not a valid integer"),
     ],

@@ -6,6 +6,7 @@ command needs to do its work it imports when it runs.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import pkgutil
@@ -34,6 +35,17 @@ class CommandFolder(click.Group):
         if name not in self.list_commands(ctx):
             return None
         return importlib.import_module(f"{__name__}.{name}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean '{near[0]}'?", ctx) from error
 
 
 @click.group(

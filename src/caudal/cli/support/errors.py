@@ -11,6 +11,7 @@ from caudal.core import (
     DownloadError,
     InsufficientMemoryError,
     InvalidModelFileError,
+    InvalidRequestError,
     InvalidSettingError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -31,6 +32,7 @@ EXIT_CODES = {
 
 _CODES: tuple[tuple[type[CaudalError], int], ...] = (
     (InvalidSettingError, 2),
+    (InvalidRequestError, 2),  # an option out of its range, or a prompt that does not fit
     (ModelNotFoundError, 3),
     (InvalidModelFileError, 4),
     (UnsupportedModelError, 5),
