@@ -31,6 +31,7 @@ class LoadedModel:
     engine: AsyncEngine
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    quantization: str = ""  # the type of most of these bytes, as Q4_K
     remark: str = ""  # for people, where the executor does not use memory in the usual way
 
 
@@ -48,7 +49,7 @@ def load(
     """
     from caudal.engine.engine import Engine, validate_config
     from caudal.engine.worker import AsyncEngine
-    from caudal.formats import open_checkpoint
+    from caudal.formats import open_checkpoint, quantization_mix
     from caudal.text.chat import ChatTemplate
     from caudal.text.tokenizer import Tokenizer
 
@@ -85,6 +86,7 @@ def load(
         engine=AsyncEngine(engine),
         tokenizer=tokenizer,
         chat_template=chat_template,
+        quantization=quantization_mix(checkpoint)[0].quant_type.name,
         remark=running.remark,
     )
 

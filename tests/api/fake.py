@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -51,10 +51,14 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     max_token_characters = max(map(len, NAMES.values()))
     strips_leading_space = False
+    bos_id, eos_id = BOS, EOS
     eos_ids = (EOS,)
+    fim_ids: ClassVar[dict[str, int]] = {}
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        return [BOS] * add_special + list(text.encode())
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """`parse_special` takes the text `<|sep|>` for that token."""
+        first, *others = text.split("<|sep|>") if parse_special else [text]
+        return [BOS] * add_special + list(first.encode()) + [i for part in others for i in (SEP, *part.encode())]
 
     def encode_chat(self, text: str) -> list[int]:
         return self.encode(text)
@@ -77,6 +81,8 @@ class FakeTokenizer:
 
 class FakeTemplate:
     """`role: content` lines. The content `refuse` is refused, as templates can."""
+
+    source = "the template"
 
     def render(
         self,

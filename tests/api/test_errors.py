@@ -475,7 +475,7 @@ def test_dead_engine() -> None:
     from caudal.core import EngineDeadError
 
     with running(FakeEngine(dead=EngineDeadError("the engine has died"))) as server:
-        for path in ("/health", "/ping", "/metrics"):
+        for path in ("/ping", "/metrics"):
             assert error_of(server.http.get(path), 503)["message"] == "the engine has died"
         for stream in (False, True):
             error_of(server.http.post("/v1/completions", json={"prompt": "x", "stream": stream}), 503)

@@ -117,6 +117,30 @@ def test_text_ids_and_streams_agree(server: Server, alone: list[list[int]]) -> N
         assert from_ids == "".join(json.loads(line)["choices"][0]["text"] for line in lines) == text
 
 
+def test_llama_cpps_completion_is_openais(server: Server, alone: list[list[int]]) -> None:
+    http = server.http
+    props = http.get("/props").json()
+    assert (props["model_alias"], props["eos_token"]) == (server.model, "<|im_end|>")
+    assert props["default_generation_settings"]["n_ctx"] == CONTEXT
+    for prompt, ids in zip(PROMPTS[:2], alone, strict=False):
+        body = {"prompt": prompt, "n_predict": 48, "ignore_eos": True, "temperature": 0, "return_tokens": True}
+        reply = http.post("/completion", json=body).json()
+        assert (reply["tokens"], reply["prompt"]) == (ids, prompt)
+        assert http.post("/tokenize", json={"content": prompt}).json()["tokens"] == tokens_of(server, prompt)
+        times = reply["timings"]
+        assert 0 < times["prompt_ms"] < 60_000
+        assert times["predicted_per_second"] == pytest.approx(47_000 / times["predicted_ms"])
+        with http.stream("POST", "/completion", json=body | {"stream": True}) as stream:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line]
+        assert [token for chunk in chunks for token in chunk["tokens"]] == ids
+        assert "".join(chunk["content"] for chunk in chunks) == reply["content"]
+    assert http.post("/infill", json={"input_prefix": "a"}).json()["error"]["type"] == "not_supported_error"
+
+
+def tokens_of(server: Server, prompt: str) -> list[int]:
+    return server.http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+
+
 def test_chat(server: Server) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         messages: Any = [{"role": "user", "content": "Say hello."}]

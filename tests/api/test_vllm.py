@@ -81,8 +81,8 @@ def test_bad_token_calls(server: LiveServer, path: str, body: dict[str, Any], st
 def test_detokenize_inverts_tokenize(server: LiveServer) -> None:
     text = "Grüße, 你好"
     tokens = server.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
-    assert server.http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
-    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert server.http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text, "content": text}
+    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
 
 
 def test_metrics_have_vllms_names_and_count() -> None:

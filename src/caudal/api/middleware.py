@@ -16,7 +16,7 @@ from caudal.api.errors import ApiError, ErrorShapes
 
 _log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ping"})  # need no key: load balancers have none
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping"})  # need no key: load balancers have none
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 

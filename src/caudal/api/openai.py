@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,7 @@ from caudal.api.openai_requests import (
     tokenize,
 )
 from caudal.api.service import ServedModel, Service, Tokenizer
+from caudal.api.timings import timings
 from caudal.core import (
     CaudalError,
     FinishReason,
@@ -65,8 +66,8 @@ def router(service: Service) -> APIRouter:
         refuse_unsupported(raw)
         body = parse_body(CompletionBody, raw)
         body.check()
-        reply = await _completion_reply(service.find(body.model), body)
-        return await _respond(http_request, reply)
+        reply = await completion_reply(service.find(body.model), body)
+        return await respond(http_request, reply)
 
     @routes.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
     async def chat_completions(http_request: HTTPRequest) -> Response:
@@ -74,8 +75,8 @@ def router(service: Service) -> APIRouter:
         refuse_unsupported(raw)
         body = parse_body(ChatBody, raw)
         body.check()
-        reply = await _chat_reply(service.find(body.model), body)
-        return await _respond(http_request, reply)
+        reply = await chat_reply(service.find(body.model), body)
+        return await respond(http_request, reply)
 
     _ = list_models, get_model, completions, chat_completions
     return routes
@@ -96,7 +97,8 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- from call to reply
 
 
-async def _completion_reply(model: ServedModel, body: CompletionBody) -> CompletionReply:
+async def completion_reply(model: ServedModel, body: CompletionBody) -> CompletionReply:
+    """The reply to a checked body. Raises what is wrong with its prompts."""
     prompts = body.prompts()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
@@ -126,7 +128,8 @@ async def _completion_reply(model: ServedModel, body: CompletionBody) -> Complet
     return reply
 
 
-async def _chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
+async def chat_reply(model: ServedModel, body: ChatBody) -> ChatReply:
+    """The reply to a checked body. Raises what is wrong with its messages."""
     ids = await encode_chat(model, body)
     call_id = f"chatcmpl-{uuid.uuid4().hex}"
     params = body.sampling(max_tokens=body.token_limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
@@ -151,7 +154,7 @@ def _request(
     )
 
 
-async def _respond(http_request: HTTPRequest, reply: Reply) -> Response:
+async def respond(http_request: HTTPRequest, reply: Reply) -> Response:
     """Starts the call. All that can be wrong with it is found here, before a stream has sent its status."""
     for request in reply.requests:
         reply.model.engine.validate(request)
@@ -266,6 +269,8 @@ class Reply:
     object: str
     chunk_object: str
     discard = False  # generated tokens, as none were asked for
+    # Members beside `choices` in the last event of each choice, and in a whole reply those of the first choice.
+    last_extra: Callable[[RequestOutput], dict[str, Any]] | None = None
 
     def __init__(self, model: ServedModel, call_id: str, body: GenerationBody, requests: Sequence[Request]) -> None:
         self.model = model
@@ -285,6 +290,8 @@ class Reply:
             for _ in self._generated
         ]
         self._has_logprobs = requests[0].params.logprobs is not None
+        if body.timings_per_token:
+            self.last_extra = lambda output: {"timings": timings(output)}
         # Plain deltas, that is nearly all events of nearly all streams, are put together from text.
         self._is_plain = not (body.return_token_ids or self._continuous_usage or self._has_logprobs)
         self._event_start = f'data: {compact(self._envelope(self.chunk_object))[:-1]},"choices":['
@@ -327,7 +334,7 @@ class Reply:
         try:
             async with aclosing(self.model.run(self.requests)) as outputs:
                 async for position, given in outputs:
-                    output = _without_tokens(given) if self.discard else given
+                    output = without_tokens(given) if self.discard else given
                     index = self._count(position, output)
                     if started[index] and self._is_plain and output.finish_reason is None:
                         text = output.text
@@ -339,7 +346,9 @@ class Reply:
                         started[index] = True
                         extra = self._start_extra()
                         events = b"".join(self._event(choice, extra) for choice in self._start(index, output))
-                    events += b"".join(map(self._event, self._delta(index, output)))
+                    deltas = self._delta(index, output)
+                    events += b"".join(map(self._event, deltas[:-1]))
+                    events += b"".join(self._event(last, self._last_extra(output)) for last in deltas[-1:])
                     if events:
                         yield events
         except CaudalError as error:
@@ -355,16 +364,24 @@ class Reply:
     async def whole(self) -> dict[str, Any]:
         """The reply to a call without streaming. Raises the `CaudalError` of the first sequence that fails."""
         choices = [Choice() for _ in self._generated]
+        extra: dict[str, Any] = {}
         async with aclosing(self.model.run(self.requests)) as outputs:
             async for position, given in outputs:
-                output = _without_tokens(given) if self.discard else given
-                choices[self._count(position, output)].add(output)
+                output = without_tokens(given) if self.discard else given
+                index = self._count(position, output)
+                choices[index].add(output)
+                if index == 0:
+                    extra = self._last_extra(output)
         return {
             **self._envelope(self.object),
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": self._usage(),
             **self._extra(choices),
+            **extra,
         }
+
+    def _last_extra(self, output: RequestOutput) -> dict[str, Any]:
+        return {} if self.last_extra is None or output.finish_reason is None else self.last_extra(output)
 
     def _count(self, position: int, output: RequestOutput) -> int:
         index = position * self.body.n + output.index
@@ -402,7 +419,7 @@ class Reply:
         return f"{self._event_start}{compact(choice)}]{tail}\n\n".encode("ascii")
 
 
-def _without_tokens(output: RequestOutput) -> RequestOutput:
+def without_tokens(output: RequestOutput) -> RequestOutput:
     """For `max_tokens` 0, which asks for the prompt only: the engine generates at least one token."""
     reason = None if output.finish_reason is None else FinishReason.LENGTH
     return replace(

@@ -111,6 +111,7 @@ class GenerationBody(Body):
     priority: Int64 = 0
     cache_salt: str = Field("", max_length=128)
     speculate: bool = True
+    timings_per_token: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -319,12 +320,14 @@ def check_length(model: ServedModel, text: str) -> None:
         )
 
 
-async def tokenize(model: ServedModel, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
+async def tokenize(
+    model: ServedModel, texts: Sequence[str], *, add_special: bool, parse_special: bool = True
+) -> list[list[int]]:
     """Token ids of each text. Long ones are worked on in another thread. Raises a 400 `ApiError` for too much text."""
     size = _checked_size(model, texts, "prompt")
 
     def encode() -> list[list[int]]:
-        return [model.tokenizer.encode(text, add_special=add_special) for text in texts]
+        return [model.tokenizer.encode(text, add_special=add_special, parse_special=parse_special) for text in texts]
 
     return encode() if size <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
 

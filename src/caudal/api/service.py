@@ -44,7 +44,13 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_token_characters(self) -> int | None: ...
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def fim_ids(self) -> Mapping[str, int]: ...
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
     def encode_chat(self, text: str) -> list[int]: ...
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -61,6 +67,9 @@ class GrammarCompiler(Protocol):
 class ChatTemplate(Protocol):
     """What the API needs of `text.chat.ChatTemplate`."""
 
+    @property
+    def source(self) -> str: ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -70,6 +79,15 @@ class ChatTemplate(Protocol):
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDetails:
+    """What clients are told about a model; empty where it is not known."""
+
+    architecture: str = ""  # GGUF's name, as llama
+    quantization: str = ""  # the type of most of its weights, as Q4_K
+    max_num_seqs: int = 1  # sequences that may run at the same time
 
 
 @dataclass(slots=True)
@@ -82,6 +100,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     max_model_len: int  # tokens
     grammars: GrammarCompiler | None = None
+    details: ModelDetails = field(default_factory=ModelDetails)
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     metrics: Metrics = field(init=False)
 

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from caudal import __version__
 from caudal.api.errors import ApiError
 from caudal.api.http import Body, parse_body, read_json
+from caudal.api.llamacpp_requests import ContentBody, tokenize_content
 from caudal.api.openai_requests import ChatBody, TokenId, render_chat, tokenize, tokenize_chat
 from caudal.api.service import Service
 
@@ -41,10 +42,11 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["vLLM"])
 
     @routes.get("/health")
+    @routes.get("/v1/health")
     @routes.get("/ping")
     async def health() -> Response:
         service.model.engine.stats()  # raises when the engine is dead
-        return Response()
+        return JSONResponse({"status": "ok"})  # llama.cpp's body; vLLM's clients look at the status only
 
     @routes.get("/version")
     async def version() -> Response:
@@ -58,6 +60,9 @@ def router(service: Service) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize_text(http_request: HTTPRequest) -> Response:
         raw = await read_json(http_request)
+        if "content" in raw and not raw.keys() & {"prompt", "messages"}:  # llama.cpp's route of the same path
+            content = parse_body(ContentBody, raw)
+            return JSONResponse(await tokenize_content(service.find(content.model), content))
         body = parse_body(TokenizeBody, raw)
         model = service.find(body.model)
         if (body.prompt is None) == ("messages" not in raw):
@@ -81,7 +86,8 @@ def router(service: Service) -> APIRouter:
         model = service.find(body.model)
 
         def respond() -> Response:
-            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+            text = model.tokenizer.decode(body.tokens)
+            return JSONResponse({"prompt": text, "content": text})  # vLLM's member and llama.cpp's
 
         return respond() if len(body.tokens) <= INLINE_TOKENS else await asyncio.to_thread(respond)
 

@@ -31,7 +31,7 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
         raise click.UsageError(f"one model for each server; start another one for {' and '.join(models[1:])}")
 
     from caudal.api.server import serve
-    from caudal.api.service import ServedModel
+    from caudal.api.service import ModelDetails, ServedModel
     from caudal.cli.support.models import LOADING_DELAY, display_name, fetch
     from caudal.loader import load as load_model
     from caudal.store import default_model
@@ -56,6 +56,7 @@ def command(models: tuple[str, ...], **settings: Any) -> None:
             chat_template=loaded.chat_template,
             max_model_len=loaded.engine.max_model_len,
             grammars=GrammarCompiler(loaded.tokenizer),
+            details=ModelDetails(loaded.architecture, loaded.quantization, engine_config.max_num_seqs),
         )
 
     serve(load, server_config, remark)

@@ -44,6 +44,7 @@ class Tokenizer:
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
         self.eos_ids = vocabulary.end_ids  # every token that ends a generation, eos_id among them
+        self.fim_ids = vocabulary.fim_ids  # of the markers for filling a gap, by GGUF's names; empty if there are none
         self.max_token_characters = _max_token_characters(vocabulary)
         self.add_bos = vocabulary.add_bos and vocabulary.bos_id is not None
         self.add_eos = vocabulary.add_eos and vocabulary.eos_id is not None

@@ -83,6 +83,7 @@ class Vocabulary:
     unknown_id: int | None
     separator_id: int | None
     end_ids: frozenset[int]  # tokens that end a generation
+    fim_ids: Mapping[str, int]  # of the markers for filling a gap, by GGUF's names: fim_pre, fim_suf, fim_mid ...
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
@@ -108,7 +109,8 @@ class Vocabulary:
         rule = pre_tokenizer(_get(metadata, "pre", str) or "default") if model == "bpe" else None
         kinds = _numbers(metadata, "token_type", len(tokens), int) or [int(TokenKind.NORMAL)] * len(tokens)
         special = _SpecialIds(metadata, model, tokens)
-        end_ids = _mark_special(ids, kinds, special)
+        fim_ids = _fim_ids(ids, special)
+        end_ids = _mark_special(ids, kinds, special, fim_ids)
         add_bos = _get(metadata, "add_bos_token", bool)
         if add_bos is None:
             add_bos = rule.add_bos if rule else True
@@ -129,6 +131,7 @@ class Vocabulary:
             unknown_id=special["unknown"],
             separator_id=special["seperator"],
             end_ids=end_ids,
+            fim_ids=fim_ids,
             add_bos=add_bos,
             add_eos=_get(metadata, "add_eos_token", bool) or False,
             add_space_prefix=model == "spm" and prefix is not False,
@@ -178,7 +181,18 @@ def control_token_texts(metadata: Mapping[str, object]) -> list[str]:
     return sorted(control | (set(_END_TEXTS) & set(tokens)))
 
 
-def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds) -> frozenset[int]:
+def _fim_ids(ids: Mapping[str, int], special: _SpecialIds) -> dict[str, int]:
+    """The markers that the file names, or the tokens whose texts are known as such."""
+    found = {
+        name: next((ids[text] for text in texts if text in ids), None) if special[name] is None else special[name]
+        for name, texts in _FIM_TEXTS.items()
+    }
+    return {name: token_id for name, token_id in found.items() if token_id is not None}
+
+
+def _mark_special(
+    ids: Mapping[str, int], kinds: list[int], special: _SpecialIds, fim_ids: Mapping[str, int]
+) -> frozenset[int]:
     """The tokens that end a generation. Makes control tokens of those that the file calls normal by mistake."""
     end_ids = {ids[text] for text in _END_TEXTS if text in ids}
     if "</s>" in ids and kinds[ids["</s>"]] == TokenKind.NORMAL:  # a piece of HTML, as in Qwen
@@ -187,13 +201,10 @@ def _mark_special(ids: Mapping[str, int], kinds: list[int], special: _SpecialIds
     for token_id in (*end_ids, special["bos"]):
         if token_id is not None:
             kinds[token_id] = TokenKind.CONTROL
-    for name, texts in _FIM_TEXTS.items():
-        token_id = special[name]
-        if token_id is None:
-            token_id = next((ids[text] for text in texts if text in ids), None)
-            if token_id is not None:
-                kinds[token_id] = TokenKind.CONTROL
-        if token_id is not None and name in _FIM_ENDS:
+    for name, token_id in fim_ids.items():
+        if special[name] is None:
+            kinds[token_id] = TokenKind.CONTROL
+        if name in _FIM_ENDS:
             end_ids.add(token_id)
     for text in _HARMONY_TEXTS:
         if text in ids:
