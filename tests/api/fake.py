@@ -64,7 +64,7 @@ class FakeTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        pieces = [self.token_bytes(i) for i in ids if not (skip_special and i > 255)]
+        pieces = [self.token_bytes(i) for i in ids if not (skip_special and self.is_special(i))]
         return b"".join(pieces).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -76,7 +76,7 @@ class FakeTokenizer:
         return self.token_bytes(token_id).decode("latin-1")
 
     def is_special(self, token_id: int) -> bool:
-        return token_id > 255
+        return token_id > 255 and bool(self.token_bytes(token_id))  # which refuses what is no token id
 
 
 class FakeTemplate:

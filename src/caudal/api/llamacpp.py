@@ -24,7 +24,7 @@ from caudal.api.llamacpp_requests import (
     CompletionBody,
     InfillBody,
     encode_infill,
-    encode_parts,
+    encode_prompts,
     parse_prompts,
     refuse_unsupported,
 )
@@ -102,8 +102,8 @@ def router(service: Service) -> APIRouter:
         refuse_unsupported(raw)
         body = parse_body(CompletionBody, raw)
         model = service.find(body.model)
-        prompts = [await encode_parts(model, parts) for parts in parse_prompts(body)]
-        return await _respond(http_request, model, body, prompts)
+        prompts = parse_prompts(body)
+        return await _respond(http_request, model, body, await encode_prompts(model, prompts))
 
     @routes.post("/infill", openapi_extra=documented(InfillBody))
     async def infill(http_request: HTTPRequest) -> Response:

@@ -276,18 +276,23 @@ def _parts(prompt: Any) -> list[int | str]:
     raise invalid("prompt", "must be text, token ids, a list of both, or a list of such prompts")
 
 
-async def encode_parts(model: ServedModel, parts: Sequence[int | str]) -> list[int]:
-    """Token ids of one prompt; BOS comes before a text at its start. Raises as `tokenize` does."""
-    ids: list[int] = []
-    texts = [part for part in parts if isinstance(part, str)]
-    check_length(model, "".join(texts))
-    first = parts[0] if parts else None
-    begin = await tokenize(model, [first], add_special=True) if isinstance(first, str) else []
-    rest = await tokenize(model, texts[len(begin) :], add_special=False)
-    encoded = iter(begin + rest)
-    for part in parts:
-        ids += next(encoded) if isinstance(part, str) else [part]
-    return ids
+async def encode_prompts(model: ServedModel, prompts: Sequence[Sequence[int | str]]) -> list[list[int]]:
+    """Token ids of each prompt; BOS comes before a text at its start. Raises as `tokenize` does."""
+    starts: list[str] = []
+    others: list[str] = []
+    for parts in prompts:
+        check_length(model, "".join(part for part in parts if isinstance(part, str)))
+        starts += [part for part in parts[:1] if isinstance(part, str)]
+        others += [part for part in parts[1:] if isinstance(part, str)]
+    encoded_starts = iter(await tokenize(model, starts, add_special=True))
+    encoded_others = iter(await tokenize(model, others, add_special=False))
+    result: list[list[int]] = []
+    for parts in prompts:
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += [part] if isinstance(part, int) else next(encoded_others if i else encoded_starts)
+        result.append(ids)
+    return result
 
 
 async def encode_infill(model: ServedModel, body: InfillBody) -> list[int]:
