@@ -134,6 +134,14 @@ def test_llama_cpps_completion_is_openais(server: Server, alone: list[list[int]]
             chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line]
         assert [token for chunk in chunks for token in chunk["tokens"]] == ids
         assert "".join(chunk["content"] for chunk in chunks) == reply["content"]
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    reply = http.post("/completion", json={"prompt": "n = 7, as JSON:", "json_schema": schema, "n_predict": 64}).json()
+    assert json.loads(reply["content"]).keys() == {"n"}
     assert http.post("/infill", json={"input_prefix": "a"}).json()["error"]["type"] == "not_supported_error"
 
 

@@ -235,6 +235,13 @@ def test_samplers(server: LiveServer) -> None:
         assert "ampler" in error_of(post(server, samplers=samplers))["message"]
 
 
+def test_json_schema(server: LiveServer) -> None:
+    complete(server, json_schema={"type": "object"})
+    assert sent(server).matcher is not None
+    complete(server)
+    assert sent(server).matcher is None
+
+
 def test_response_fields(server: LiveServer) -> None:
     fields = ["content", "generation_settings/n_predict", "timings/none", "nothing", "content/deeper"]
     assert complete(server, response_fields=fields) == {"content": TEXT[:5], "n_predict": 5}
@@ -300,7 +307,7 @@ def test_without_the_prompt_cache(server: LiveServer) -> None:
         {"stream": "yes"},
         {"response_fields": "content"},
         {"grammar": 'root ::= "a"'},
-        {"json_schema": {"type": "object"}},
+        {"json_schema": "text"},
         {"mirostat": 2},
         {"mirostat": [2]},
         {"dry_multiplier": 0.8},

@@ -190,12 +190,13 @@ async def _respond(
     """Starts the call. All that can be wrong with it is found here, before a stream has sent its status."""
     params = body.sampling(model.tokenizer)
     call_id = f"completion-{uuid.uuid4().hex}"
+    matcher = await model.compile(body.grammar())
     requests: list[Request] = []
     for i, ids in enumerate(prompts):
         if len(ids) >= model.max_model_len:
             raise ContextSizeError(len(ids), model.max_model_len)
         salt = "" if body.cache_prompt else call_id  # which nobody else has
-        requests.append(Request(f"{call_id}-{i}", tuple(ids), params, cache_salt=salt))
+        requests.append(Request(f"{call_id}-{i}", tuple(ids), params, cache_salt=salt, matcher=matcher))
         model.engine.validate(requests[-1])
     reply = CompletionReply(model, body, params, requests)
     if body.stream:

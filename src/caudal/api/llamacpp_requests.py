@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
@@ -12,7 +13,7 @@ from caudal.api.errors import ApiError, invalid, unsupported
 from caudal.api.http import Body
 from caudal.api.openai_requests import MAX_CHOICES, Int64, Stop, check_length, tokenize
 from caudal.api.service import ServedModel, Tokenizer
-from caudal.core import SamplingParams
+from caudal.core import Grammar, SamplingParams
 
 RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
 SMALLEST = 1e-6  # of a share of probabilities: only the best token remains, as with 0 in llama.cpp
@@ -35,7 +36,7 @@ _OFF: dict[str, tuple[float, ...]] = {
     "n_indent": (0,),
 }
 _UPPER_OFF = ("t_max_predict_ms", "adaptive_target")  # switched off by any number that is not above 0
-_REFUSED = ("grammar", "json_schema", "response_format", "lora", "multimodal_data", "image_data", "post_sampling_probs")
+_REFUSED = ("grammar", "response_format", "lora", "multimodal_data", "image_data", "post_sampling_probs")
 
 
 class CompletionBody(Body):
@@ -63,10 +64,17 @@ class CompletionBody(Body):
     n_probs: int = Field(0, validation_alias=AliasChoices("n_probs", "logprobs"))
     logit_bias: Any = None  # `bias` checks it
     samplers: list[str] | str | None = None
+    json_schema: dict[str, Any] | bool | None = None
     cache_prompt: bool = True
     ignore_eos: bool = False
     return_tokens: bool = False
     response_fields: list[str] | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What the output must look like; None: anything."""
+        if self.json_schema is None:
+            return None
+        return Grammar("json_schema", json.dumps(self.json_schema), "json_schema")
 
     def order(self) -> list[str]:
         """The names of the samplers that are to run; others are off. Raises a 400 `ApiError` for another order."""
