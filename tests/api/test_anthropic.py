@@ -219,6 +219,14 @@ def test_sampling_parameters(server: LiveServer, client: anthropic.Anthropic) ->
     assert (params.temperature, params.top_p, params.top_k, params.stop) == (1.0, 1.0, 0, ())
 
 
+def test_an_output_format_reaches_the_engine(server: LiveServer) -> None:
+    reply = post(server, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    assert reply.status_code == 200, reply.text
+    assert server.engine.received[-1].matcher is not None
+    post(server)
+    assert server.engine.received[-1].matcher is None
+
+
 def test_fields_that_change_nothing_are_ignored(server: LiveServer) -> None:
     reply = post(
         server,
@@ -452,7 +460,15 @@ def test_models_stay_openais_for_others(server: LiveServer) -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "parallel"),
         ({"thinking": True}, "thinking"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (
+            {
+                "messages": [*HELLO, {"role": "assistant", "content": "{"}],
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+            "output_config.format",
+        ),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
         ({"mcp_servers": [{"type": "url", "url": "http://10.0.0.1"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
     ],

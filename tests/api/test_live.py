@@ -241,6 +241,11 @@ def test_anthropic_messages(server: Server) -> None:
         assert [card.id for card in client.models.list()] == [server.model]
         hello: Any = [*messages, {"role": "assistant", "content": text[:5]}]
         prefilled = client.messages.create(**call | {"messages": hello})
+        greeting = {"type": "object", "properties": {"greeting": {"enum": ["hi", "hello"]}}, "required": ["greeting"]}
+        output = {"format": {"type": "json_schema", "schema": {**greeting, "additionalProperties": False}}}
+        structured = client.messages.create(**call, output_config=output)  # type: ignore[arg-type]
+        assert json.loads(structured.content[0].text)["greeting"] in ("hi", "hello")
+        assert structured.stop_reason == "end_turn"
     body = {"messages": messages, "max_tokens": 24, **greedy}
     reference = server.http.post("/v1/chat/completions", json=body).json()
     assert whole.content[0].text == text == reference["choices"][0]["message"]["content"]

@@ -152,6 +152,18 @@ def test_logprobs(client: openai.OpenAI, server: LiveServer) -> None:
     assert post(server).json()["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_formats_reach_the_engine(server: LiveServer) -> None:
+    schema = {"type": "object", "properties": {}}
+    asked = {"type": "json_schema", "name": "x", "schema": schema}
+    for body in ({"text": {"format": asked}}, {"text": {"format": {"type": "json_object"}}}, {"guided_regex": "a"}):
+        reply = post(server, **body)
+        assert reply.status_code == 200, reply.text
+        assert server.engine.received[-1].matcher is not None
+    assert post(server, text={"format": asked}).json()["text"]["format"]["schema"] == schema
+    post(server)
+    assert server.engine.received[-1].matcher is None
+
+
 def test_stop_and_other_fields_of_generating_routes(server: LiveServer) -> None:
     reply = post(server, stop="lo", top_k=7, seed=3, max_output_tokens=50).json()
     assert (reply["status"], reply["output"][0]["content"][0]["text"]) == ("completed", "Hel")
@@ -325,8 +337,9 @@ def test_input_tokens(client: openai.OpenAI, server: LiveServer) -> None:
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
         ({"suffix": "a"}, "suffix"),
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),

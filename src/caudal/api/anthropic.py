@@ -73,7 +73,8 @@ def router(service: Service) -> APIRouter:
         body = parse_body(MessagesBody, raw)
         model = service.find(body.model)
         ids = await encode_chat(model, await chat_body(body))
-        request = Request(f"msg_{uuid.uuid4().hex}", tuple(ids), body.sampling())
+        matcher = await model.compile(body.grammar())
+        request = Request(f"msg_{uuid.uuid4().hex}", tuple(ids), body.sampling(), matcher=matcher)
         model.engine.validate(request)  # before a stream has sent its status
         reply = MessageReply(model, request, body.max_tokens, request_id(http_request.scope))
         if body.stream:

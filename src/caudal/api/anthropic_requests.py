@@ -14,8 +14,8 @@ from pydantic import Field
 from caudal.api.content import MAX_BLOCKS, MAX_TOOLS, AssistantTurn, Block, function_tool, joined, read_blocks
 from caudal.api.errors import invalid, unsupported
 from caudal.api.http import Body
-from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, Int64
-from caudal.core import SamplingParams
+from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, Int64, schema_grammar
+from caudal.core import Grammar, SamplingParams
 
 # Fields that change what is generated and that are not served. Ignoring them would give wrong answers silently.
 _REFUSED = ("container", "mcp_servers", "output_format")
@@ -33,9 +33,14 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
 class OutputConfig(Body):
     effort: str | None = None
-    format: Any = None
+    format: OutputFormat | None = None
 
 
 class PromptBody(Body):
@@ -59,6 +64,11 @@ class MessagesBody(PromptBody):
     top_p: float = 1.0
     top_k: Int64 = 0
     stop_sequences: list[str] = Field(default=[])
+
+    def grammar(self) -> Grammar | None:
+        """What the output must look like; None: anything. Raises a 400 `ApiError`."""
+        asked = None if self.output_config is None else self.output_config.format
+        return None if asked is None else schema_grammar(asked.json_schema, "output_config.format")
 
     def sampling(self) -> SamplingParams:
         """The engine's parameters. The engine checks the ranges of those that have the same name there."""
@@ -92,8 +102,6 @@ async def chat_body(body: PromptBody) -> ChatBody:
 
 
 def _chat_body(body: PromptBody) -> ChatBody:
-    if body.output_config is not None and body.output_config.format is not None:
-        raise unsupported("output_config.format", "'output_config.format'")
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
         raise unsupported("tool_choice", f"The tool choice '{choice.type}', which forces a tool to be used,")
@@ -112,6 +120,8 @@ def _chat_body(body: PromptBody) -> ChatBody:
     last = messages[-1]
     if "tool_calls" in last:
         raise invalid("messages", "the last message calls tools; a message with their results must follow")
+    if last["role"] == "assistant" and body.output_config is not None and body.output_config.format is not None:
+        raise invalid("output_config.format", "cannot be followed by a message that begins with what an assistant said")
     thinking = None if body.thinking is None or body.thinking.type == "adaptive" else body.thinking.type == "enabled"
     return ChatBody.model_validate(
         {

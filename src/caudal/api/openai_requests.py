@@ -140,13 +140,13 @@ class GenerationBody(Body):
             case None | "text":
                 return None
             case "json_object":
-                return _schema({"type": "object"}, "response_format")
+                return schema_grammar({"type": "object"}, "response_format")
             case "json_schema":
                 named = None if asked is None else asked.json_schema
                 if named is None or named.json_schema is None:
                     param = "response_format.json_schema.schema"
                     raise ApiError(400, f"Missing required parameter: '{param}'.", param=param)
-                return _schema(named.json_schema, "response_format")
+                return schema_grammar(named.json_schema, "response_format")
             case other:
                 raise unsupported("response_format", f"The response format '{other}'")
 
@@ -162,9 +162,9 @@ class GenerationBody(Body):
             if asked is None:
                 continue
             if asked.json_schema is not None:
-                yield _schema(asked.json_schema, name.format("json"))
+                yield schema_grammar(asked.json_schema, name.format("json"))
             if asked.json_object:
-                yield _schema({"type": "object"}, name.format("json_object"))
+                yield schema_grammar({"type": "object"}, name.format("json_object"))
             if asked.regex is not None:
                 yield Grammar("regex", asked.regex, name.format("regex"))
             if asked.choice is not None:
@@ -277,7 +277,7 @@ class ChatBody(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def _schema(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
+def schema_grammar(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
     return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema), param)
 
 

@@ -40,6 +40,7 @@ def router(service: Service) -> APIRouter:
             params=body.sampling(max_tokens=body.token_limit, logprobs=body.num_logprobs),
             priority=body.priority,
             cache_salt=body.cache_salt,
+            matcher=await model.compile(body.grammar()),
         )
         model.engine.validate(request)  # before a stream has sent its status
         reply = ResponseReply(model, body, request)
@@ -89,7 +90,7 @@ class ResponseReply:
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _echoed_format(body)},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools,
             "top_logprobs": body.top_logprobs or 0,
@@ -224,3 +225,8 @@ class ResponseReply:
 
     def _part(self) -> dict[str, Any]:
         return {"type": "output_text", "annotations": [], "logprobs": self._logprobs, "text": "".join(self._texts)}
+
+
+def _echoed_format(body: ResponsesBody) -> dict[str, Any]:
+    asked = None if body.text is None else body.text.format
+    return {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)

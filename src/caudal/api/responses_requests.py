@@ -14,7 +14,8 @@ from pydantic import Field
 from caudal.api.content import MAX_TOOLS, AssistantTurn, Block, function_tool, joined, read_blocks
 from caudal.api.errors import ApiError, invalid, unsupported
 from caudal.api.http import Body
-from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, GenerationBody, ResponseFormat
+from caudal.api.openai_requests import INLINE_MESSAGES, ChatBody, GenerationBody, schema_grammar
+from caudal.core import Grammar
 
 # What needs replies of earlier calls, which this server does not keep.
 _NEEDS_STORE = ("background", "conversation", "previous_response_id", "prompt", "store")
@@ -28,8 +29,13 @@ class Reasoning(Body):
     effort: str | None = None
 
 
+class TextFormat(Body):
+    type: str
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
 class TextConfig(Body):
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
@@ -53,12 +59,30 @@ class ResponsesBody(GenerationBody):
     def check(self) -> None:
         """What no single field shows. Raises a 400 `ApiError`."""
         GenerationBody.check(self)
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            raise unsupported("text.format", f"The text format '{self.text.format.type[:40]}'")
         if self.tool_choice not in (None, "none", "auto"):
             raise unsupported("tool_choice", "A 'tool_choice' other than 'auto' and 'none'")
         if self.tools and not self.parallel_tool_calls:
             raise unsupported("parallel_tool_calls", "'parallel_tool_calls' false with 'tools'")
+
+    def grammar(self) -> Grammar | None:
+        """What the output must look like; None: anything. Raises a 400 `ApiError`."""
+        grammar, other = self._text_grammar(), GenerationBody.grammar(self)
+        if grammar is not None and other is not None:
+            message = f"'text.format' and '{other.param}' both say what the output must look like; send one."
+            raise ApiError(400, message, param=other.param)
+        return grammar or other
+
+    def _text_grammar(self) -> Grammar | None:
+        asked = None if self.text is None else self.text.format
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return schema_grammar({"type": "object"}, "text.format")
+        if asked.type != "json_schema":
+            raise unsupported("text.format", f"The text format '{asked.type[:40]}'")
+        if asked.json_schema is None:
+            raise ApiError(400, "Missing required parameter: 'text.format.schema'.", param="text.format.schema")
+        return schema_grammar(asked.json_schema, "text.format")
 
     @property
     def token_limit(self) -> int | None:
