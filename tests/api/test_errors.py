@@ -68,6 +68,11 @@ def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
         b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
         b"[" * 50_000,
         b'{"a":' * 30_000 + b"1" + b"}" * 30_000,
+        # which Python reads, but cannot write again
+        *(
+            b'{"prompt": "x", "guided_json":' + b'{"a":' * depth + b"1" + b"}" * (depth + 1)
+            for depth in (300, 960, 964)
+        ),
         '{"prompt": "x"}'.encode("utf-16"),
         b"\x00",
     ],

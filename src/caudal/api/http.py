@@ -20,6 +20,7 @@ B = TypeVar("B", bound="Body")
 
 # Bodies above this are parsed in another thread, so that running streams go on.
 INLINE_BYTES = 64 * 1024
+MAX_DEPTH = 256  # of a body
 
 
 class Body(BaseModel):
@@ -53,9 +54,28 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, "The body is not valid JSON: nested too deep.", code="invalid_json") from error
     except ValueError as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if _is_deep(value):
+        raise ApiError(400, "The body is not valid JSON: nested too deep.", code="invalid_json")
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     return cast(dict[str, Any], value)
+
+
+def _is_deep(value: object) -> bool:
+    """Whether it nests beyond `MAX_DEPTH`. The parser takes what is too deep to be written again, as schemas are."""
+    level: list[object] = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            for child in (
+                cast(dict[str, object], item).values() if isinstance(item, dict) else cast(list[object], item)
+            )
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:
